@@ -24,8 +24,8 @@ func (l *loop) update(u update) {
 			if reflect.DeepEqual(u.config.PodNetwork, l.now.config.PodNetwork) && u.config.Gateway.Site.Equal(l.now.config.Gateway.Site) {
 				return
 			}
-			// Only Nodes, Pods and the addresses that peers' gateways must not use have changed, so the
-			// rules and peers stay.
+			// Only Nodes, Pods and the addresses that peers' gateways must not use have changed, so
+			// the rules and peers stay.
 			l.now.config = u.config
 			l.publish()
 			l.reapply(false)
@@ -119,8 +119,8 @@ func (l *loop) accept(c Config) error {
 }
 
 // reapply applies the current configuration again, after an event such as a netlink message, a
-// DNS answer or a roaming peer. remeasure reports whether routes to peers may have changed as well.
-// After a failed attempt reapply applies everything, changed or not.
+// DNS answer or a roaming peer. If remeasure is true, routes to peers may have changed as well.
+// After a failed attempt, reapply applies everything, changed or not.
 func (l *loop) reapply(remeasure bool) {
 	peers := l.now.wantedPeers()
 	l.locate(peers, l.now.config.Gateway.Site)

@@ -73,7 +73,7 @@ func (g *gateway) captureHandler() http.Handler {
 	return mux
 }
 
-// setCapture makes all tunnels copy their packets to c. With nil it ends that.
+// setCapture makes all tunnels copy their packets to c. If c is nil, they stop copying.
 func (g *gateway) setCapture(c *capture.Capture) {
 	for _, e := range g.tunnels {
 		e.SetCapture(c)

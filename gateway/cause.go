@@ -105,7 +105,7 @@ func (e *evidence) cause() Cause {
 	case !connected && e.recent(e.signs.Refused, handshakeAge):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
 			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", source)}
-	// An answer sent within a second after the session was made is the one that made it.
+	// If we sent the answer within a second after the session was made, that answer made it.
 	case e.recent(e.signs.Answered, handshakeAge) && e.signs.Answered.Sub(e.handshake) > time.Second:
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", source)}
 	case !connected && e.alone && e.recent(e.signs.RelayedOtherKey, handshakeAge):

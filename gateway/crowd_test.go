@@ -30,10 +30,10 @@ type farPeer struct {
 	at      netip.Prefix // the peer's pods as our cluster sees them; its gateway has the network address
 }
 
-// ping returns an encrypted PING whose source is the address from.
-func (f *farPeer) ping(from netip.Addr) []byte {
+// ping returns an encrypted PING with the source address src.
+func (f *farPeer) ping(src netip.Addr) []byte {
 	text := `{"clusterID":"11111111-0000-4000-8000-000000000000","msgType":"PING","timeStamp":"2026-01-01T00:00:00.000000001Z"}`
-	return f.session.SealPadded(packettest.Build(packettest.IP{Src: from, Dst: netip.MustParseAddr("10.251.0.1")},
+	return f.session.SealPadded(packettest.Build(packettest.IP{Src: src, Dst: netip.MustParseAddr("10.251.0.1")},
 		packettest.UDP{SrcPort: 12345, DstPort: 12345, Data: []byte(text)}))
 }
 

@@ -264,7 +264,7 @@ type fairness struct {
 	sent   map[uint64]time.Time // when each unanswered echo or new flow was sent, by number
 	rtts   [2][]time.Duration   // round trips: of echoes, of new flows
 	next   uint64
-	octets atomic.Int64 // of the stream, received by the victim
+	octets atomic.Int64 // octets of the stream that the victim has received
 	rows   []string
 }
 
@@ -374,7 +374,7 @@ type measurement struct {
 	median, worst [2]time.Duration // round trips: of known flows, of new flows
 	lost          [2]float64       // lost shares, 0 to 1: of known flows, of new flows
 	offered       float64          // share of the stream that the peer managed to send
-	check         [2]check.Result  // of the honest peer about the victim, and the reverse
+	check         [2]check.Result  // of the honest peer about the victim, and of the victim about the honest peer
 	crowd         int              // peers of the crowd that answer the victim's check
 	got           float64          // share of the wanted processor time that the process got
 }
@@ -484,8 +484,8 @@ func cpuShare(before, after map[string][2]time.Duration) float64 {
 	return float64(ran) / float64(max(1, ran+waited))
 }
 
-// bad returns the reason why the quiet time r cannot be compared with an attack; empty: it can.
-// crowd is the size of the crowd.
+// bad returns the reason why the quiet time r cannot be compared with an attack, or "" if it
+// can. crowd is the size of the crowd.
 func (r *measurement) bad(crowd int) string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
@@ -548,7 +548,7 @@ func sendPaced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent 
 			return sent
 		default:
 		}
-		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // a longer delay is not made up for
+		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // after a long delay, skip messages
 		due = int(time.Since(begin).Seconds() * float64(perSecond))
 		if n > 0 {
 			sent += send(n)
@@ -693,7 +693,8 @@ var attacks = []attack{
 		f.passedBefore = f.passed()
 		return f.pings(nthPods(hostileID).Addr())
 	}, func(f *fairness) uint64 {
-		// No PING beyond the rate limit may pass, so more than these are not counted as handled.
+		// The rate limit lets at most this many PINGs pass. If more pass, those count as not
+		// handled, so the row fails.
 		rate := uint64(datapath.MessageBurst + datapath.MessageRate*int(2*f.time/time.Second))
 		return f.charged(hostileID, false, natengine.DropReceiveQueue, natengine.DropTunnelForged, natengine.DropLocalRate) + min(f.passed()-f.passedBefore, rate)
 	}},
@@ -704,7 +705,7 @@ var attacks = []attack{
 		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.ofHandshakes()
 	}},
 	{"a host sends 10,000 initiations a second through the relay that the peers use, too", 10_000, func(f *fairness) func(n int) int {
-		f.victim.SetRelays(func(addr netip.Addr) bool { return addr == f.at.Addr() }) // the address of all peers except the crowd
+		f.victim.SetRelays(func(addr netip.Addr) bool { return addr == f.at.Addr() }) // the honest and the hostile peer send from this address, too
 		return f.stranger(f.at.Addr(), f.initiations())
 	}, (*fairness).ofHandshakes},
 }

@@ -66,7 +66,7 @@ type FlowRecord struct {
 	Remote    string   `json:"remote,omitempty"`  // the peer's end of the flow
 	Reason    string   `json:"reason,omitempty"`  // for "closed" and "refused"
 	Seconds   *float64 `json:"seconds,omitempty"` // for "closed": seconds from the first packet to the last
-	Count     uint64   `json:"count,omitempty"`   // for "omitted": number of lines left out since the last such line
+	Count     uint64   `json:"count,omitempty"`   // for "omitted": number of lines left out since the previous "omitted" line
 }
 
 // openFlowLog opens the file at once, so that a wrong file name makes the gateway fail at its
@@ -172,8 +172,8 @@ func (l *flowLog) record(ev natengine.FlowEvent) FlowRecord {
 			r.PeerName = (*names)[r.Peer]
 		}
 	}
-	// In a refused inbound packet, Local is our end as the peer sees it. The same address may belong
-	// to another pod here, so the record gets no owner.
+	// In a refused inbound packet, Local is our end as the peer sees it. The same address may
+	// belong to another pod here, so the record gets no owner.
 	if l.owner != nil && (ev.Change != natengine.FlowRefused || ev.Direction == natengine.Outbound) {
 		whose := l.owner(ev.Local.Addr())
 		r.LocalPod, r.LocalNode = whose.Pod, whose.Node

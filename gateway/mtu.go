@@ -12,13 +12,13 @@ import (
 )
 
 const (
-	// overhead4 and overhead6 are the octets that encapsulation adds to a packet: 32 for WireGuard's
-	// header and tag, 8 for UDP, and 20 for IPv4 or 40 for IPv6.
+	// overhead4 and overhead6 are the octets that encapsulation adds to a packet: 32 for
+	// WireGuard's header and tag, 8 for UDP, and 20 for IPv4 or 40 for IPv6.
 	overhead4 = 60
 	overhead6 = 80
 
-	// WireGuard pads a packet to a multiple of padding, but never beyond the MTU of the device. If a
-	// peer has a smaller MTU than the device, that MTU must be a multiple of padding, or a padded
+	// WireGuard pads a packet to a multiple of padding, but never beyond the MTU of the device. If
+	// a peer has a smaller MTU than the device, that MTU must be a multiple of padding, or a padded
 	// packet would exceed it.
 	padding = 16
 
@@ -58,14 +58,14 @@ func inner6(p *fabric.GatewayPeer) bool {
 
 // autoMTUs derives MTUs from the paths to the peers. pathMTUs has, for each path, the size of the
 // largest packet that fits into one outer packet. tunnel is the MTU of the device: the largest of
-// these sizes, or last if no path is known. A path that is no longer known keeps its last value. A
-// path that was never known counts as Ethernet.
-func autoMTUs(paths []underlay, last int) (tunnel int, pathMTUs []int) {
+// these sizes, or previous if no path is known. A path that is no longer known keeps its last
+// value. A path that was never known counts as Ethernet.
+func autoMTUs(paths []underlay, previous int) (tunnel int, pathMTUs []int) {
 	pathMTUs = make([]int, len(paths))
 	for i := range paths {
 		tunnel = max(tunnel, paths[i].innerMTU())
 	}
-	tunnel = cmp.Or(tunnel, last, defaultMTU)
+	tunnel = cmp.Or(tunnel, previous, defaultMTU)
 	for i := range paths {
 		mtu := min(cmp.Or(paths[i].innerMTU(), defaultMTU), tunnel)
 		if mtu < tunnel {
@@ -125,16 +125,16 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 // measure determines the MTU of the tunnel and, in peers, the MTU towards each peer. If c sets
 // none, measure derives it from the kernel's MTU for the path to the peer's current address, or
 // else to its configured one. The kernel's value includes reports by routers on the path, which the
-// kernel forgets after ten minutes without an event. So if all is true, measure queries the kernel
-// for every peer. Otherwise it does so only for peers whose address has changed. A peer whose path
-// silently drops packets of that size gets a smaller MTU (check.Monitor.NarrowPaths).
-func (l *loop) measure(c Config, peers []peer, all bool) (tunnel int) {
+// kernel forgets after ten minutes without an event. So if remeasure is true, measure queries
+// the kernel for every peer. Otherwise it does so only for peers whose address has changed. A peer
+// whose path silently drops packets of that size gets a smaller MTU (check.Monitor.NarrowPaths).
+func (l *loop) measure(c Config, peers []peer, remeasure bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
 			peers[i].pathInner, peers[i].queried = tunnel, netip.Addr{}
 		}
 	} else {
-		tunnel = l.measurePaths(peers, all)
+		tunnel = l.measurePaths(peers, remeasure)
 	}
 	narrow := l.tunnels[0].checker.NarrowPaths()
 	for i := range peers {
@@ -147,7 +147,7 @@ func (l *loop) measure(c Config, peers []peer, all bool) (tunnel int) {
 	return tunnel
 }
 
-func (l *loop) measurePaths(peers []peer, all bool) (tunnel int) {
+func (l *loop) measurePaths(peers []peer, remeasure bool) (tunnel int) {
 	paths, links, queried := make([]underlay, len(peers)), make(map[int]int), 0
 	for i := range peers {
 		p := &peers[i]
@@ -155,7 +155,7 @@ func (l *loop) measurePaths(peers []peer, all bool) (tunnel int) {
 		if e := p.session.stats.Endpoint; e.IsValid() {
 			at = e // the peer may have roamed, or its name was never resolved
 		}
-		if addr := at.Addr(); addr.IsValid() && (all || addr != p.queried) {
+		if addr := at.Addr(); addr.IsValid() && (remeasure || addr != p.queried) {
 			if queried++; queried%32 == 0 { // about every millisecond, yield the CPU to the packet path
 				time.Sleep(time.Millisecond)
 			}

@@ -47,7 +47,7 @@ func (s *space) passes(p *pinger, size int) {
 }
 
 // learns checks that the kernel of s learns the path MTU from the answer to a packet that is too
-// large. It may know that MTU already.
+// large. The kernel may know that MTU already.
 func (s *space) learns(p *pinger, size, mtu int) {
 	s.t.Helper()
 	if err := p.send(size, size-28); err != nil && !errors.Is(err, unix.EMSGSIZE) {
@@ -132,8 +132,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("%s errors were sent", n)
 	}
 
-	// A packet without DF arrives whatever its size. The pod's kernel fragments it once that kernel
-	// has learned the MTU. If the sender ignores the MTU, the engine fragments it.
+	// A packet without DF arrives regardless of its size. The pod's kernel fragments it once that
+	// kernel has learned the MTU. If the sender ignores the MTU, the engine fragments it.
 	cut := a.pod.pinger("10.248.1.10")
 	raw, err := cut.conn.SyscallConn()
 	if err != nil {

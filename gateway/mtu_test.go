@@ -43,8 +43,8 @@ func TestMTUFitsThePathToEachPeer(t *testing.T) {
 	}
 }
 
-// The padded packet in a WireGuard message never exceeds the path to its peer, whatever the MTUs
-// of the peers are.
+// The padded packet in a WireGuard message never exceeds the MTU of the path to its peer,
+// regardless of the MTUs of other peers.
 func TestPaddedPacketsFitThePath(t *testing.T) {
 	v4 := netip.MustParseAddr("192.0.2.1")
 	for mtu := minAutoMTU + overhead4; mtu <= 1600; mtu++ {

@@ -230,7 +230,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 			}
 			e.setStates(states)
 		}
-		if rng.IntN(4) == 0 { // the Site changes before this configuration, as when a lookup is refused in between
+		if rng.IntN(4) == 0 { // the Site changes earlier than the rest, as if a lookup were refused in between
 			g.resolver.set(g.now.wantedPeers(), fabric.Site{})
 		}
 		objects := g.applyConfig(t, c, remeasure)

@@ -13,8 +13,8 @@ import (
 // with them.
 func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.tunnels {
-		if try, rest := e.checker.Sessions(stats[i], now); len(try)+len(rest) > 0 {
-			g.wg.Go(func() { e.reach(try, rest, g.done) })
+		if starts, stops := e.checker.Sessions(stats[i], now); len(starts)+len(stops) > 0 {
+			g.wg.Go(func() { e.reach(starts, stops, g.done) })
 		}
 	}
 }
@@ -52,14 +52,14 @@ func (g *gateway) rekey(peers []peer, now time.Time) {
 	}
 }
 
-// reach starts a handshake with each peer whose public key is in try, and stops the attempts to
-// reach each peer whose public key is in rest. It spreads the calls over most of a second, so that
+// reach starts a handshake with each peer whose public key is in starts, and stops the attempts to
+// reach each peer whose public key is in stops. It spreads the calls over most of a second, so that
 // packets do not wait for many handshakes at once.
-func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
-	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
+func (e *tunnelEnd) reach(starts, stops [][32]byte, done <-chan struct{}) {
+	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(starts)+len(stops)))
 	defer pause.Stop()
-	for i, key := range slices.Concat(try, rest) {
-		if i < len(try) {
+	for i, key := range slices.Concat(starts, stops) {
+		if i < len(starts) {
 			e.Handshake(key)
 		} else {
 			e.Rest(key)

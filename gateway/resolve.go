@@ -141,8 +141,8 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 }
 
 // allowed reports whether a message from a peer may come from an address. It accepts the
-// addresses that the Site allows. In addition it accepts literal endpoints, and addresses that
-// the resolver gave up, even if the Site refuses them now, for example because a Node has them.
+// addresses that the Site allows. It also accepts literal endpoints and addresses that the
+// resolver gave up, even if the Site refuses them now, for example because a Node has the address.
 // The gateway sends to such an address only after the peer has sent from it.
 //
 // allowed is called for each message whose source differs from that of the previous message, so
@@ -186,7 +186,7 @@ func (r *resolver) recheck(id string, l *location) {
 
 // endpoint returns the address to which packets for the peer are sent. It is zero if the name was
 // never resolved, or if the Site refuses the address. The error is that of the last lookup or the
-// reason of the refusal; it may be set beside a valid address.
+// reason of the refusal. A valid address may come with an error, too.
 func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

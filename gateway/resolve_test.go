@@ -67,8 +67,8 @@ func siteOf(peers []*fabric.GatewayPeer) (site fabric.Site) {
 }
 
 // resolving runs a test with a resolver, a name server and a simulated clock. step lets seconds
-// pass. at returns the resolver's result.
-func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds int), at func() string)) {
+// pass. endpoint returns the resolver's result.
+func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds int), endpoint func() string)) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &names{}
 		r := newResolver(n.lookup, func() { n.mu.Lock(); n.changes++; n.mu.Unlock() }, quiet)
@@ -98,78 +98,78 @@ func TestPeerBehindAServiceRelayHasAHiddenAddress(t *testing.T) {
 }
 
 func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
-	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
+	resolving(t, func(r *resolver, n *names, step func(int), endpoint func() string) {
 		r.set1(named1("192.0.2.1"))
 		r.setHeard("b", false)
 		step(100)
-		if at() != "192.0.2.1:5871" || n.queries != 0 {
-			t.Errorf("%s, asked %d times", at(), n.queries)
+		if endpoint() != "192.0.2.1:5871" || n.queries != 0 {
+			t.Errorf("%s, asked %d times", endpoint(), n.queries)
 		}
 	})
 }
 
 func TestResolverPrefersIPv4AndKeepsItsAnswer(t *testing.T) {
-	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
+	resolving(t, func(r *resolver, n *names, step func(int), endpoint func() string) {
 		n.set(nil, "2001:db8::1", "192.0.2.2", "192.0.2.1")
 		r.set1(named1("gw.example"))
-		if at() != "invalid AddrPort" {
-			t.Errorf("before the answer: %s", at())
+		if endpoint() != "invalid AddrPort" {
+			t.Errorf("before the answer: %s", endpoint())
 		}
 		step(1)
-		if at() != "192.0.2.2:5871" || n.changes != 1 {
-			t.Errorf("%s after %d changes", at(), n.changes)
+		if endpoint() != "192.0.2.2:5871" || n.changes != 1 {
+			t.Errorf("%s after %d changes", endpoint(), n.changes)
 		}
 		n.set(nil, "192.0.2.1", "192.0.2.2")
 		r.setHeard("b", false)
 		step(30)
-		if at() != "192.0.2.2:5871" || n.changes != 1 {
-			t.Errorf("%s after %d changes, although the old answer is among the new", at(), n.changes)
+		if endpoint() != "192.0.2.2:5871" || n.changes != 1 {
+			t.Errorf("%s after %d changes, although the old answer is among the new", endpoint(), n.changes)
 		}
 		// First the peer gets another port, then another name.
 		moved := named1("gw.example")
 		moved[0].Port = 9999
 		r.set1(moved)
-		if at() != "192.0.2.2:9999" {
-			t.Errorf("other port: %s", at())
+		if endpoint() != "192.0.2.2:9999" {
+			t.Errorf("other port: %s", endpoint())
 		}
 		r.set1(named1("other.example"))
-		if at() != "invalid AddrPort" {
-			t.Errorf("other name: %s", at())
+		if endpoint() != "invalid AddrPort" {
+			t.Errorf("other name: %s", endpoint())
 		}
 	})
 }
 
 func TestNewDNSAnswerIsUsedOnlyWhenThePeerIsSilent(t *testing.T) {
-	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
+	resolving(t, func(r *resolver, n *names, step func(int), endpoint func() string) {
 		n.set(nil, "192.0.2.1")
 		r.set1(named1("gw.example"))
 		r.setHeard("b", true)
 		step(2)
 		n.set(nil, "192.0.2.9")
 		step(130)
-		if at() != "192.0.2.1:5871" {
-			t.Errorf("moved to %s although the peer is heard", at())
+		if endpoint() != "192.0.2.1:5871" {
+			t.Errorf("moved to %s although the peer is heard", endpoint())
 		}
 		if n.queries > 4 {
 			t.Errorf("asked %d times in two minutes", n.queries)
 		}
 		r.setHeard("b", false)
 		step(1)
-		if at() != "192.0.2.9:5871" || n.changes != 2 {
-			t.Errorf("%s after %d changes", at(), n.changes)
+		if endpoint() != "192.0.2.9:5871" || n.changes != 2 {
+			t.Errorf("%s after %d changes", endpoint(), n.changes)
 		}
 		// If the name changes while the peer is silent, the new address is used soon.
 		n.set(nil, "192.0.2.10")
 		r.setHeard("b", false)
 		step(11)
-		if at() != "192.0.2.10:5871" {
-			t.Errorf("%s 11 s later", at())
+		if endpoint() != "192.0.2.10:5871" {
+			t.Errorf("%s 11 s later", endpoint())
 		}
 	})
 }
 
 func TestFailedLookupKeepsTheAddressAndIsRepeated(t *testing.T) {
-	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
+	resolving(t, func(r *resolver, n *names, step func(int), endpoint func() string) {
 		n.set(errors.New("server misbehaving"))
 		r.set1(named1("gw.example"))
 		step(25)
@@ -184,8 +184,8 @@ func TestFailedLookupKeepsTheAddressAndIsRepeated(t *testing.T) {
 		n.set(errors.New("server misbehaving"))
 		r.setHeard("b", false)
 		step(30)
-		if at() != "192.0.2.1:5871" {
-			t.Errorf("forgot the answer: %s", at())
+		if endpoint() != "192.0.2.1:5871" {
+			t.Errorf("forgot the answer: %s", endpoint())
 		}
 	})
 }
@@ -289,7 +289,7 @@ func TestChooseNeverReturnsARefusedAddress(t *testing.T) {
 
 // A name first resolves to a gateway's address, and later to an internal one: DNS rebinding.
 func TestDNSRebindingIsRefused(t *testing.T) {
-	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
+	resolving(t, func(r *resolver, n *names, step func(int), endpoint func() string) {
 		n.set(nil, "192.0.2.1")
 		r.set(named1("gw.example"), ourSite)
 		step(1)
@@ -298,14 +298,14 @@ func TestDNSRebindingIsRefused(t *testing.T) {
 			r.setHeard("b", false) // a silent peer's name is looked up soon, and an allowed answer is used
 			step(70)
 			_, err := r.endpoint("b")
-			if at() != "192.0.2.1:5871" || err == nil || !strings.Contains(err.Error(), "resolving gw.example: "+answer) || r.refused("b") {
-				t.Errorf("%s: %s, %v", answer, at(), err)
+			if endpoint() != "192.0.2.1:5871" || err == nil || !strings.Contains(err.Error(), "resolving gw.example: "+answer) || r.refused("b") {
+				t.Errorf("%s: %s, %v", answer, endpoint(), err)
 			}
 		}
 		n.set(nil, "127.0.0.1", "192.0.2.2")
 		step(11)
-		if _, err := r.endpoint("b"); at() != "192.0.2.2:5871" || err != nil {
-			t.Errorf("the one of two that is fine: %s, %v", at(), err)
+		if _, err := r.endpoint("b"); endpoint() != "192.0.2.2:5871" || err != nil {
+			t.Errorf("the one of two that is fine: %s, %v", endpoint(), err)
 		}
 	})
 }
@@ -366,8 +366,8 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 	}
 }
 
-// The gateway checks the source of each message that differs from the previous message's source.
-// Any sender can cause that, so the cost must not depend on the number of peers.
+// The gateway checks the source of a message if it differs from that of the previous message. Any
+// sender can cause such checks, so their cost must not depend on the number of peers.
 func TestSourceLookupDoesNotScanAllPeers(t *testing.T) {
 	var peers []*fabric.GatewayPeer
 	for _, p := range crowdOf(1000) {

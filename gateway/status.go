@@ -30,13 +30,13 @@ type Status struct {
 	NextKey       Key       `json:"-"` // the next private key; zero: none
 	ListenPort    uint16    `json:"listenPort"`
 	Started       time.Time `json:"started"`
-	// Mandate has the time when this gateway became active, and the reason. It is nil if the gateway
-	// is configured by files.
+	// Mandate has the time when this gateway became active, and the reason. It is nil if the
+	// gateway is configured by files.
 	Mandate *isthmus.Mandate `json:"mandate,omitempty"`
 	Ready   bool             `json:"ready"`
 
-	// Namespace is the path of the gateway's network namespace, for `nsenter --net=`. It is empty if
-	// the gateway uses its Pod's namespace.
+	// Namespace is the path of the gateway's network namespace, for `nsenter --net=`. It is empty
+	// if the gateway uses its Pod's namespace.
 	Namespace string    `json:"namespace"`
 	Host      HostRoute `json:"host"`
 	TUN       string    `json:"tun"`
@@ -198,9 +198,9 @@ type FlowStatus struct {
 // are immutable.
 func (g *gateway) current() current { return *g.published.Load() }
 
-// failures returns the errors that may keep a peer's packets from being delivered: the parts of the
-// configuration that could not be applied, and, for a gateway in a Pod, the reason why it cannot
-// reach the peer's networks or its own node.
+// failures returns the errors that may keep a peer's packets from being delivered. These are the
+// parts of the configuration that could not be applied and, in a Pod, the reason why the gateway
+// cannot reach the peer's networks or its own node.
 func (c *current) failures(peer fabric.Origin) error {
 	err := c.applyErr
 	for _, p := range c.undelivered {

@@ -264,7 +264,7 @@ func TestScrapeDuringAPeerRemovalIsConsistent(t *testing.T) {
 	if text := g.scrape(t); !strings.Contains(text, `isthmus_peer_nat_sessions{peer="`+bravo+`"}`) {
 		t.Error("no series of bravo, who stays")
 	}
-	g.now.peers = g.now.peers[1:] // the reverse order, with another peer
+	g.now.peers = g.now.peers[1:] // the reverse: the list lacks a peer that the engine still has
 	g.publish()
 	g.scrape(t)
 }

@@ -108,8 +108,8 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 	if err != nil {
 		return nil, err
 	}
-	// The same addresses can make sense in both directions if both clusters see each other under the
-	// same range.
+	// The same addresses can make sense in both directions if both clusters see each other under
+	// the same range.
 	switch noPeer := natengine.DropNoPeer.String(); {
 	case out.Drop == noPeer && in.Drop != noPeer:
 		return []TraceStep{in}, nil
@@ -247,8 +247,7 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	return steps, err
 }
 
-// addNames adds the names of the peers to the steps. The function identify, called with a peer,
-// returns the peer's ID and name.
+// addNames adds the names of the peers to the steps. identify returns the ID and name of a peer.
 func addNames[P any](steps []TraceStep, peers []P, identify func(P) (id, name string)) {
 	for i := range steps {
 		for _, p := range peers {

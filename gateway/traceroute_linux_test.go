@@ -25,22 +25,22 @@ import (
 )
 
 // traceroute sends one probe by UDP, ICMP or TCP for each TTL. It returns the source of each
-// hop's ICMP error, which must quote the probe as it was sent, and last the address that answers
-// in any other way.
+// hop's ICMP error, which must quote the probe as it was sent, followed by the address that answers
+// as the destination.
 func (s *space) traceroute(method, dst string) (hops []string) {
 	s.t.Helper()
 	for ttl := 1; ttl <= 8; ttl++ {
-		from, last := s.probe(method, netip.MustParseAddr(dst), ttl, patience)
-		if hops = append(hops, from); last {
+		from, reached := s.probe(method, netip.MustParseAddr(dst), ttl, patience)
+		if hops = append(hops, from); reached {
 			return hops
 		}
 	}
 	return hops
 }
 
-// probe sends one probe and returns the address that answers, or "*" if none does in time. last is
-// true if the answer is not an ICMP error of a hop.
-func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration) (from string, last bool) {
+// probe sends one probe and returns the address that answers, or "*" if none does in time. reached
+// is true if the probe has reached its destination.
+func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration) (from string, reached bool) {
 	s.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), wait)
 	var dialing sync.WaitGroup
@@ -146,10 +146,10 @@ func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration
 		case *icmp.TimeExceeded:
 			quote = body.Data
 		case *icmp.DstUnreach:
-			quote, last = body.Data, true
+			quote, reached = body.Data, true
 		}
 		if s.quotes(quote, dst, method, source, port) {
-			return peer.String(), last
+			return peer.String(), reached
 		}
 	}
 }
@@ -274,8 +274,8 @@ spec:
 		for end := time.Now().Add(patience); n < ttl-2 && time.Now().Before(end); n = sent() - before {
 			time.Sleep(300 * time.Millisecond)
 		}
-		// The packet and the ICMP error cross the tunnel. In addition, each connection check sends at
-		// most three messages per second, two of them for the path MTU, and their answers.
+		// The packet and the ICMP error cross the tunnel. In addition, each connection check sends
+		// at most three messages per second, two of them for the path MTU, and their answers.
 		most := 2*ttl + 12*int(1+time.Since(start)/time.Second)
 		if n > most || n < ttl-2 {
 			t.Errorf("TTL %d: %d packets in the tunnel, want %d to %d", ttl, n, ttl-2, most)

@@ -30,7 +30,7 @@ import (
 
 // severalThreshold is the number of intervals without an answer after which a tunnel carries no
 // flows, if the peer has several tunnels. It is less than the five intervals for a single tunnel,
-// because the flows have another path.
+// because the flows can use another tunnel.
 const severalThreshold = 2
 
 // tunnelEnd is our end of one tunnel, to all peers.
@@ -252,8 +252,8 @@ func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 	return errs
 }
 
-// checkPeers looks at the peers with the given indexes. It returns the connection-check settings of
-// those that have tunnel i, and in absent the IDs of those that do not.
+// checkPeers considers the peers with the given indexes. It returns the connection-check settings
+// of those that have tunnel i, and the IDs of those that do not.
 func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, absent []string) {
 	for _, j := range indexes {
 		p := &peers[j]
@@ -303,9 +303,9 @@ func (g *gateway) workingTunnels(id string, now time.Time) (set fabric.TunnelSet
 	return set
 }
 
-// cutTunnels removes from each peer the additional tunnels for which we have no end. If a peer
-// equals the peer with the same ID in old, the result has the pointer from old, so that later
-// comparisons need to compare only pointers. Both lists are sorted by ID.
+// cutTunnels removes from each peer the additional tunnels for which we have no end. For a peer
+// that has not changed, the result has the pointer from old, so that later comparisons compare only
+// pointers. Both lists are sorted by ID.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0

@@ -64,10 +64,10 @@ func New() *Bind { return new(Bind) }
 
 // Listen binds port, or a free port if port is 0. It binds both address families, or the only
 // family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each returned
-// function receives from one socket: it appends the available datagrams to a Batch. If wait is set
-// and no datagram is available, the function waits for one. Only one goroutine may call the same
-// function. After Close the functions return net.ErrClosed.
-func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, error) {
+// function receives from one socket: it appends the available datagrams to a Batch. If mayBlock is
+// true and no datagram is available, the function waits for one. Only one goroutine may call the
+// same function. After Close the functions return net.ErrClosed.
+func (b *Bind) Listen(port uint16) ([]func(b *Batch, mayBlock bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.v4 != nil || b.v6 != nil {

@@ -194,8 +194,8 @@ func TestSendStopsUsingARemovedLocalAddress(t *testing.T) {
 	}
 }
 
-// A datagram that exceeds the maximum of UDP must fail alone, or with those in the same
-// sendmsg. All others must arrive.
+// Sending a datagram that is too large for UDP must fail. Others may fail only if they are in the
+// same sendmsg. All the rest must arrive.
 func TestASendErrorCountsTheUnsentDatagrams(t *testing.T) {
 	const large = 1<<16 - 1
 	a, b := newEnd(t), newEnd(t)

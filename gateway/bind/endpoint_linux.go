@@ -97,8 +97,8 @@ func (e *endpoint) DstIP() netip.Addr { return e.dst.Addr() }
 // DstToString implements conn.Endpoint.
 func (e *endpoint) DstToString() string { return e.dst.String() }
 
-// DstToBytes implements conn.Endpoint. Cookies depend on it, so it returns the true remote
-// address and port.
+// DstToBytes implements conn.Endpoint. Cookies depend on the result, so it is the true
+// remote address and port.
 func (e *endpoint) DstToBytes() []byte {
 	b, _ := e.dst.MarshalBinary() // never fails
 	return b

@@ -72,9 +72,9 @@ func (in *receiver) recvmsg(fd uintptr) {
 	}
 }
 
-// receive appends available datagrams to a batch. With wait, it waits for the first datagram.
-// Without wait, it may append none.
-func (s *socket) receive(b *Batch, wait bool) error {
+// receive appends available datagrams to a batch. If mayBlock is true, it waits for the first
+// datagram. Otherwise it may append none.
+func (s *socket) receive(b *Batch, mayBlock bool) error {
 	in := &s.in
 	b.More = true
 	for messages := 0; messages < maxReceive; {
@@ -84,7 +84,7 @@ func (s *socket) receive(b *Batch, wait bool) error {
 		}
 		in.iovec.Base = &space[0]
 		var err error
-		if first := messages == 0; first && wait {
+		if first := messages == 0; first && mayBlock {
 			err = s.raw.Read(in.wait)
 		} else if err = s.raw.Control(in.try); in.errno == unix.EAGAIN || !first && (err != nil || in.errno != 0) {
 			b.More = false
@@ -115,7 +115,7 @@ type controls struct {
 	segment  int    // size of a segment, 0 for none
 	source   []byte // the local address in PKTINFO
 	lost     uint32 // datagrams that the socket has dropped since it was opened
-	overflow bool   // lost is valid; the kernel omits it while it is 0
+	overflow bool   // lost is set; the kernel sends no count while it is 0
 }
 
 // controls parses the control messages of the datagram just received.

@@ -92,8 +92,8 @@ func (c *Capture) PeerName(p *natengine.PeerState) string {
 	return p.ID()
 }
 
-// Wants reports whether the capture records packets with this place, direction, peer and fate.
-// Callers check it before they compose a comment.
+// Wants reports whether the capture records packets with this place, direction, peer and drop
+// reason. Callers check it before they compose a comment.
 func (c *Capture) Wants(p Place, dir natengine.Direction, peer *natengine.PeerState, drop natengine.Drop) bool {
 	return c.wants(p, dir) && c.WantsPeer(peer) && c.WantsDrop(drop)
 }

@@ -241,8 +241,8 @@ func (o *Options) wants(p Place, dir natengine.Direction) bool {
 	return (len(o.Places) == 0 || slices.Contains(o.Places, p)) && (len(o.Directions) == 0 || slices.Contains(o.Directions, dir))
 }
 
-// WantsDrop reports whether the options select packets with this fate; natengine.DropNone is the
-// fate of a packet that is not dropped.
+// WantsDrop reports whether the options select packets that were dropped for the reason d. For
+// natengine.DropNone, it reports whether they select packets that were not dropped.
 func (o *Options) WantsDrop(d natengine.Drop) bool {
 	switch {
 	case len(o.Drops) > 0:
@@ -278,7 +278,7 @@ func (o *Options) wantsProto(proto uint8) bool {
 	return o.Proto == 0 || o.Proto == proto || o.Proto == packet.ICMP && proto == packet.ICMPv6
 }
 
-// matches reports whether the end have matches the end want of the options.
+// matches reports whether have, an end of a packet, matches want, an end in the options.
 func matches(want, have netip.AddrPort) bool {
 	return (!want.Addr().IsValid() || want.Addr() == have.Addr()) && (want.Port() == 0 || want.Port() == have.Port())
 }

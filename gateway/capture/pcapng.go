@@ -104,9 +104,9 @@ func header(b []byte, program string, snap int) []byte {
 	return b
 }
 
-// packetBlock appends the block of a packet. lost is the number of packets that are missing
-// before it at the same place.
-func packetBlock(b []byte, p Place, t time.Time, dir natengine.Direction, length int, lost uint64, comment string, parts ...[]byte) []byte {
+// packetBlock appends the block of a packet. gap is the number of packets that the
+// file lacks between this one and the previous one of the same place.
+func packetBlock(b []byte, p Place, t time.Time, dir natengine.Direction, length int, gap uint64, comment string, parts ...[]byte) []byte {
 	return block(b, blockPacket, func(b []byte) []byte {
 		ns, size := uint64(t.UnixNano()), 0
 		for _, part := range parts {
@@ -128,8 +128,8 @@ func packetBlock(b []byte, p Place, t time.Time, dir natengine.Direction, length
 		b = le.AppendUint16(b, packetFlags)
 		b = le.AppendUint16(b, 4)
 		b = le.AppendUint32(b, flags)
-		if lost > 0 {
-			b = option64(b, packetLost, lost)
+		if gap > 0 {
+			b = option64(b, packetLost, gap)
 		}
 		return endOfOptions(option(b, optionComment, comment))
 	})

@@ -34,10 +34,10 @@ const (
 )
 
 // Sessions records which peers have a WireGuard session, from stats by public key. Call it once a
-// second. The results are public keys. The caller must now start a handshake with each peer in try.
-// It must stop wireguard-go from repeating handshakes with each peer in rest; there are none if few
-// peers are away.
-func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
+// second. It returns two lists of public keys. The caller must start a handshake with each peer in
+// starts, and must stop wireguard-go from repeating handshakes with each peer in stops. stops is
+// empty if few peers are away.
+func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (starts, stops [][32]byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var away []*peerState
@@ -93,17 +93,16 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 				again = min(again, max(first, slowRate))
 			}
 			p.tried, p.rests, p.waits = now, false, true
-			try = append(try, p.Key)
+			starts = append(starts, p.Key)
 		case now.Sub(p.tried) >= handshakePatience && pause > device.RekeyTimeout && !p.rests && !p.tried.IsZero():
 			p.rests = true
-			rest = append(rest, p.Key)
+			stops = append(stops, p.Key)
 		}
 	}
-	return try, rest
+	return starts, stops
 }
 
-// testPatience is the time beyond the round trip within which a peer that still has our session
-// must answer.
+// A peer that still has our session must answer within testPatience plus the round trip.
 const testPatience = 300 * time.Millisecond
 
 // TestSession makes the Monitor test a peer that sends under a session that this gateway does not

@@ -46,8 +46,8 @@ const (
 	// and delay packets on the same processor.
 	slots    = 100
 	slotTime = interval / slots
-	// burst is the number of new peers that are pinged at once. Further new peers count as away (see
-	// Sessions).
+	// burst is the number of new peers that are pinged at once. Further new peers count as away
+	// (see Sessions).
 	burst = 64
 
 	// pathMessages is the approximate number of path probes sent at once. It is small because other
@@ -251,7 +251,7 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 			}
 		}
 		m.peers[p.ID] = p
-		m.bySource[p.Allowed[0].Addr()] = p // the address that gateway.gatewayOf derives, too
+		m.bySource[p.Allowed[0].Addr()] = p // gateway.gatewayOf derives the same address
 		m.slots[p.slot] = append(m.slots[p.slot], p)
 		p.away = i >= burst
 		m.wakeSender()
@@ -373,7 +373,8 @@ func (m *Monitor) send() {
 	}
 }
 
-// idle returns the number of successive turns, from turn on, in which no peer is pinged.
+// idle returns the number of successive turns without a peer to ping, beginning with the given
+// turn.
 func (m *Monitor) idle(turn int) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -108,7 +108,7 @@ func bubble(t *testing.T, test func(c *Monitor, l *liqo, result func() Result)) 
 	bubbleWith(t, false, test)
 }
 
-// bubbleWith is like bubble. With silent, the peer does not answer the first PINGs.
+// bubbleWith is like bubble. If silent is true, the peer does not answer the first PINGs.
 func bubbleWith(t *testing.T, silent bool, test func(c *Monitor, l *liqo, result func() Result)) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond, silent: silent}
@@ -251,7 +251,8 @@ func TestCheckKeepsTheStateOfAConnectedPeerThatMoves(t *testing.T) {
 
 func TestCheckEchoesTheContentsOfAPing(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
-		// The source (the sender's NAPT address), the cluster ID and the clock are up to the sender.
+		// The source (the sender's NAPT address), the cluster ID and the clock are up to the
+		// sender.
 		from := netip.MustParseAddrPort("10.246.0.0:33333")
 		for _, stamp := range []string{"2001-02-03T04:05:06.070000001+02:00", "2999-01-01T00:00:00Z"} {
 			l.socket.in <- datagram{[]byte(`{"clusterID":"me","msgType":"PING","timeStamp":"` + stamp + `","more":1}`), from}
@@ -376,8 +377,7 @@ func FuzzCheckMessage(f *testing.F) {
 	})
 }
 
-// Each of a thousand peers is pinged once per interval, and never are many peers pinged at the
-// same time.
+// Each of a thousand peers is pinged once per interval, and many are never pinged at the same time.
 func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const peers = 1000
@@ -453,7 +453,7 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 		for i := range 20 {
 			switch rng.IntN(10) {
 			case 0:
-				gone = append(gone, fmt.Sprint(i)) // a peer with this number may not exist
+				gone = append(gone, fmt.Sprint(i)) // there may be no peer with this number
 				delete(now, fmt.Sprint(i))
 			case 1:
 				p := peerOf(i)
@@ -589,9 +589,9 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 	})
 }
 
-// A peer without a session gets no PINGs, which count as lost anyway. It gets a handshake every
-// five seconds or, with many such peers, its share of 20 a second; then wireguard-go is kept from
-// starting more. A peer that has a session again is pinged at once.
+// A peer without a session gets no PINGs, which would be lost anyway. It gets a handshake every
+// five seconds. If there are many such peers, they share 20 handshakes a second, and wireguard-go
+// must start no others. A peer that has a session again is pinged at once.
 func TestCheckLimitsHandshakesWithAbsentPeers(t *testing.T) {
 	for _, tc := range []struct {
 		peers int

@@ -18,8 +18,8 @@ import (
 // PLPMTU, the size in force, is the size of an IP packet in the tunnel. Three things differ from
 // the RFC. A search starts with the largest size rather than the base, because a TCP connection
 // keeps the segment size with which it starts. Several sizes are probed at once, because a probe
-// carries no user data. After the size in force was lowered, larger sizes are probed again after
-// half a minute, or after ten minutes if such an attempt has failed before.
+// carries no user data. Half a minute after the size in force was lowered, larger sizes are
+// probed again. If that fails, the next attempt is ten minutes later.
 const (
 	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). A round ends
 	// earlier if its last message, which is small, is answered: pathMoment plus pathTrips round
@@ -39,7 +39,7 @@ const (
 	pathRaiseMost = 10 * time.Minute
 
 	// pathRetry is the interval at which a path in PathError is probed again. A short interruption
-	// may have caused the error, and the peer is not ready while it lasts.
+	// may have caused the error, and the peer is not ready while the error lasts.
 	pathRetry = 5 * time.Second
 
 	// pathSizes is the number of sizes that one round probes besides the largest, the smallest and
@@ -159,9 +159,9 @@ func (s *pathSearch) begin(now time.Time) {
 // missing answer to a large message proves nothing.
 func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
 
-// next returns the probes to send now, or nil. every is the interval at which the size in force is
-// confirmed.
-func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
+// next returns the probes to send now, or nil. The size in force is confirmed once in
+// confirmInterval.
+func (s *pathSearch) next(now time.Time, confirmInterval time.Duration) []pathProbe {
 	if s.round != nil || s.Ceiling == 0 {
 		return nil
 	}
@@ -178,7 +178,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 			s.low = -1
 		}
 		return s.probe(pathUpwards, now)
-	case s.State == PathSearchComplete && now.Sub(s.began) >= every:
+	case s.State == PathSearchComplete && now.Sub(s.began) >= confirmInterval:
 		return s.probe(pathConfirm, now)
 	}
 	return nil
@@ -208,9 +208,9 @@ func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
 	return s.round
 }
 
-// candidates returns the steps to probe in a round. Only steps between the bounds low and high are
-// open. The result has the largest open step, the size in force if it is open, the smallest step if
-// none is known to pass, and further open ones at even distances.
+// candidates returns the steps to probe in a round, all between the bounds low and high: the
+// largest one, the size in force, and further ones at even distances. If no step is known to pass,
+// the smallest one is among them.
 func (s *pathSearch) candidates() []int {
 	var steps []int
 	add := func(step int) {

@@ -29,8 +29,8 @@ type path struct {
 
 func (p *path) passes(size int) bool { return size <= p.limit && p.rng.Float64() >= p.loss }
 
-// drive runs a search for d. after is the time until the size in force became want and stayed so.
-// messages is the number of messages sent.
+// drive runs a search for the duration d. It returns the time after which the size in force stayed
+// at want, and the number of messages sent.
 func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (after time.Duration, messages int) {
 	begin, since := *now, *now
 	for end := now.Add(d); now.Before(end); *now = now.Add(pathLook) {

@@ -124,9 +124,9 @@ type arrival struct {
 // socket returns the receive function of a simulated socket, in which all batches wait, one after
 // the other. The socket closes after the last batch.
 func socket(batches [][]arrival) func(*bind.Batch, bool) error {
-	return func(b *bind.Batch, wait bool) error {
+	return func(b *bind.Batch, mayBlock bool) error {
 		if len(batches) == 0 {
-			if b.More = false; wait {
+			if b.More = false; mayBlock {
 				return net.ErrClosed
 			}
 			return nil
@@ -145,7 +145,7 @@ func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 }
 
 // messagesBefore makes end b receive batches that each have 300 messages of a flood and one message
-// of a. For each message of a, it returns the number of flood messages that were handled before it.
+// from end a. For each message from a, it returns the number of flood messages handled before.
 func messagesBefore(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
 	t.Helper()
 	all := make([][]arrival, batches)
@@ -181,8 +181,8 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 		if len(before) != 60 {
 			t.Fatalf("%d messages of the honest peer arrived: want 60", len(before))
 		}
-		// b drains more than eight batches before it decrypts any, and the eight messages of a cost
-		// less than one turn.
+		// End b drains more than eight batches before it decrypts any message, and the eight
+		// messages from end a cost less than one turn.
 		if n := before[7]; n > 2*datapath.Quantum/datapath.MessageCost {
 			t.Errorf("%d messages of the flood were handled before the first eight of the honest peer", n)
 		}
@@ -247,9 +247,9 @@ func TestRefusedMessagesUseNoMemory(t *testing.T) {
 		var numbers []uint32
 		b.on = func(number uint32) { numbers = append(numbers, number) }
 		r, next, most := datapath.NewReceiver(b.Tunnel), socket(all), 0
-		r.ReceiveAll(func(b *bind.Batch, wait bool) error {
+		r.ReceiveAll(func(b *bind.Batch, mayBlock bool) error {
 			most = max(most, r.Slabs())
-			return next(b, wait)
+			return next(b, mayBlock)
 		})
 		if len(numbers) != int(sent) || !slices.IsSorted(numbers) {
 			t.Errorf("%d of %d packets arrived, in order: %v", len(numbers), sent, slices.IsSorted(numbers))

@@ -16,9 +16,9 @@ import (
 // and pauses (ErrAgain) after a fixed number of them.
 func outShapes() map[string]*scriptLink {
 	shapes := map[string]*scriptLink{}
-	add := func(name string, every int, packets ...[]byte) {
+	add := func(name string, burst int, packets ...[]byte) {
 		l := newScript(packets...)
-		l.repeat, l.every = true, every
+		l.repeat, l.burst = true, burst
 		shapes[name] = l
 	}
 	add("superpacket", 1, super4(at(podA, 4000), at(podB, 80), 1000, 1380, random(45*1380)))
@@ -180,8 +180,8 @@ func BenchmarkGateways(b *testing.B) {
 		{"small-alone", 1, plain(udp4(at(pod, 4000), at(remote, 80), random(36))), 1},
 	} {
 		b.Run(tc.name, func(b *testing.B) {
-			// On the receiving side, segments may be joined into runs of any length, so the benchmark
-			// counts octets. Headers of joined segments are missing: at most one per segment.
+			// The receiver may join segments into runs of any length, so the benchmark counts
+			// octets and not packets.
 			size := int64(len(tc.packet) - 10)
 			if from.link.Inject(tc.packet) {
 				time.Sleep(200 * time.Millisecond) // time for the handshake

@@ -10,15 +10,13 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A budget is the key of a rate limit. It limits handshakes from the address of a peer, or
-// handshakes from a source that returned a cookie (proven), or, as the zero value, handshakes
-// from all other sources. Further budgets limit cookies that are sent (cookie) or received
-// (replies).
+// A budget is the key of a rate limit. It limits handshakes unless cookie or replies is set. The
+// zero value limits handshakes from all sources without a peer.
 type budget struct {
-	addr   netip.Addr
-	source string // address and port of a source behind a relay; otherwise empty
-	proven bool
-	cookie bool // limits the cookies that we send: with proven to addresses of peers, without proven to all others
+	addr   netip.Addr // source of the handshakes; zero: all sources
+	source string     // address and port of a source behind a relay; otherwise empty
+	proven bool       // only for sources that returned a cookie
+	cookie bool       // limits the cookies that we send: with proven to addresses of peers, without proven to all others
 
 	replies *device.Peer // limits cookie replies to our handshakes with this peer
 }
@@ -30,14 +28,14 @@ type budgets struct {
 	swept time.Time // when full budgets were last removed
 }
 
-// spend takes one token from the budget k, which gains a token in each interval every, up to
-// burst tokens. It returns false if the budget is empty.
-func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int) bool {
+// spend takes one token from the budget k, or returns false if the budget is empty. The budget
+// gains one token per interval, and holds at most burst tokens.
+func (b *budgets) spend(k budget, now time.Time, interval time.Duration, burst int) bool {
 	full, ok := b.spent[k]
 	if full.Before(now) {
 		full = now
 	}
-	if full.Sub(now) > every*time.Duration(burst-1) {
+	if full.Sub(now) > interval*time.Duration(burst-1) {
 		return false
 	}
 	if !ok && now.Sub(b.swept) > time.Second {
@@ -50,7 +48,7 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	if b.spent == nil {
 		b.spent = make(map[budget]time.Time)
 	}
-	b.spent[k] = full.Add(every)
+	b.spent[k] = full.Add(interval)
 	return true
 }
 
@@ -99,8 +97,8 @@ type location struct {
 }
 
 // note records the address and port from which a peer has sent. A peer that moves is counted at
-// its new address only movePause after its last move, because it may have used up the budget of
-// the new address, too. If the address is unchanged, note costs one comparison.
+// its new address only movePause after its last move. Otherwise it could use the budgets of many
+// addresses. If the address is unchanged, note costs one comparison.
 func (h *locationCounts) note(p *peer, from conn.Endpoint, now time.Time) {
 	addr := remoteOf(from)
 	if was := p.location.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {
@@ -108,8 +106,8 @@ func (h *locationCounts) note(p *peer, from conn.Endpoint, now time.Time) {
 	}
 }
 
-// move changes the address at which a peer is counted. With nil it removes the peer; later calls
-// then have no effect.
+// move changes the address at which a peer is counted. If to is nil, move removes the peer, and
+// later calls have no effect.
 func (h *locationCounts) move(p *peer, to *location) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -164,7 +164,7 @@ func (r Receiver) Receive(datagrams [][]byte, from conn.Endpoint) {
 }
 
 // ReceiveAll handles the datagrams that next returns, until next returns net.ErrClosed.
-func (r Receiver) ReceiveAll(next func(b *bind.Batch, wait bool) error) { r.in.receiveAll(next) }
+func (r Receiver) ReceiveAll(next func(b *bind.Batch, mayBlock bool) error) { r.in.receiveAll(next) }
 
 // Slabs returns the number of allocated slabs.
 func (r Receiver) Slabs() int { return r.in.slabs }
@@ -177,7 +177,7 @@ const (
 	MaxStaged        = maxStaged
 	MaxStagedBytes   = maxStagedBytes
 	LaggardSilence   = laggardSilence
-	LaggardLook      = laggardLook
+	LaggardInterval  = laggardInterval
 )
 
 // Staging exports staging.
@@ -214,7 +214,7 @@ func (t *Tunnel) Requested(key [32]byte) int {
 	return 0
 }
 
-// Backlog is a backlog with messages of numbered peers; 0: without a peer.
+// Backlog exports backlog, with numbered peers. Messages with the number 0 belong to no peer.
 type Backlog struct {
 	b     backlog
 	peers map[int]*peer
@@ -303,7 +303,7 @@ func (t *Tunnel) Peers() int { return len(t.peers.Load().byDevice) }
 // HasPeer reports whether the device has a peer.
 func (t *Tunnel) HasPeer(key [32]byte) bool { return t.current().dev.LookupPeer(key) != nil }
 
-// Replay is a session, with the peer that the tunnel had for it at some moment.
+// Replay is a session, and the peer that owned the session when Tunnel.Replay was called.
 type Replay struct {
 	p *peer
 	k *device.Keypair

@@ -83,10 +83,10 @@ const (
 // called concurrently.
 type Wire interface {
 	// Listen opens a port; 0 means any free one. It returns a receive function for each of its
-	// sockets, and the port. A receive function appends the waiting datagrams to b. If wait is set
-	// and no datagram waits, it waits for one. Only one goroutine may call the same receive
+	// sockets, and the port. A receive function appends the waiting datagrams to b. If mayBlock is
+	// true and no datagram waits, it waits for one. Only one goroutine may call the same receive
 	// function. After Close the functions return net.ErrClosed.
-	Listen(port uint16) ([]func(b *bind.Batch, wait bool) error, uint16, error)
+	Listen(port uint16) ([]func(b *bind.Batch, mayBlock bool) error, uint16, error)
 	// Close closes the sockets that Listen opened. Listen may be called again.
 	Close() error
 	// Send sends datagrams in order, and continues after an error.
@@ -178,14 +178,14 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	}
 }
 
-// next returns a queued message, preferring those of known sources. With wait, it waits for a
-// message. ok is false if no message is queued or the wire is closed.
-func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
+// next returns a queued message, preferring those of known sources. If mayBlock is
+// true, it waits for a message. ok is false if no message is queued or the wire is closed.
+func (h *handshakes) next(closed <-chan struct{}, mayBlock bool) (m handshake, ok bool) {
 	for {
 		if m, ok = h.known.pop(); ok {
 			return m, true
 		}
-		if m, ok = h.others.pop(); ok || !wait {
+		if m, ok = h.others.pop(); ok || !mayBlock {
 			return m, ok
 		}
 		select {
@@ -231,14 +231,14 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 	}
 }
 
-// admit decides whether the device may process a message, and returns DropNone or the reason why
-// not. peers is the number of peers at the source address. If the message exceeds its budget,
+// admit returns DropNone if the device may process a message, and otherwise the reason to refuse
+// it. peerCount is the number of peers at the source address. If the message exceeds its budget,
 // unproven reports whether its sender gets a cookie.
 //
 // A cookie reply carries no MAC. So admit accepts it only if it refers to an initiation of ours,
 // and charges the peer to which we sent that initiation. If admit charged the source address
 // instead, somebody who forges that address could keep the peer's cookies from us.
-func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
+func (h *handshakes) admit(m []byte, from conn.Endpoint, peerCount int, now time.Time) (why natengine.Drop, unproven bool) {
 	t, checker := h.t, h.identity.checker.Load()
 	if m[0] == device.MessageCookieReplyType {
 		dev, _ := lookup(h.identity.dev, binary.LittleEndian.Uint32(m[4:]))
@@ -259,21 +259,21 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	t.admission.Lock()
 	defer t.admission.Unlock()
 	addr, source := from.DstIP(), from.DstToBytes()
-	if peers > 0 {
+	if peerCount > 0 {
 		known := budget{addr: addr}
 		if t.relay(addr) { // other senders behind the relay must not use up the budget
 			known.source = string(source)
 		}
-		if t.budgets.spend(known, now, knownEvery/time.Duration(peers), knownBurst*peers) {
+		if t.budgets.spend(known, now, knownEvery/time.Duration(peerCount), knownBurst*peerCount) {
 			return natengine.DropNone, false
 		}
 	} else if t.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
 		return natengine.DropNone, false
 	}
 	if bytes.Equal(m[len(m)-len(noMAC2):], noMAC2[:]) || !checker.CheckMAC2(m, source) {
-		return natengine.DropHandshakeQueue, t.budgets.spend(budget{cookie: true, proven: peers > 0}, now, cookieEvery, cookieBurst)
+		return natengine.DropHandshakeQueue, t.budgets.spend(budget{cookie: true, proven: peerCount > 0}, now, cookieEvery, cookieBurst)
 	}
-	proven, n := budget{addr: addr, proven: true}, max(1, peers)
+	proven, n := budget{addr: addr, proven: true}, max(1, peerCount)
 	switch {
 	case t.relay(addr): // many peers share the address; the guest budget limits all of them
 		proven.source = string(source)
@@ -281,7 +281,7 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 		proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
 	}
 	if t.budgets.spend(proven, now, provenEvery/time.Duration(n), provenBurst*n) &&
-		(peers > 0 || t.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
+		(peerCount > 0 || t.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
 		return natengine.DropNone, false
 	}
 	return natengine.DropHandshakeQueue, false
@@ -338,7 +338,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 		if c := h.t.capture.Load(); c != nil && (binary.LittleEndian.Uint32(m) != device.MessageTransportType || len(m) == device.MessageKeepaliveSize) {
 			c.handshake(h.t, natengine.Outbound, m, to, natengine.DropNone)
 		}
-		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, for the reason given in flush
+		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, because an answer may come at once
 	}
 	err := h.t.wire.Send(bufs, to)
 	if err != nil && alone {
@@ -394,7 +394,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 			return
 		}
 		p.recordAnyReceived() // the device responds only to authentic initiations
-		p.answers.Add(1)
+		p.answerCount.Add(1)
 		p.answered.Store(h.t.stamp(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
 			h.forgotten[p.begun.index] = p

@@ -21,8 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// latencies are one-way latencies. Both sides may send one and a half round trips after the start
-// of a handshake.
+// latencies are the one-way latencies of the simulated paths.
 var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
 
 func TestSimultaneousHandshakesMakeASessionWithinASecond(t *testing.T) {
@@ -101,8 +100,8 @@ func TestSimultaneousHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	}
 }
 
-// An initiation is repeated early only if it has crossed another one. Here a's initiations are
-// lost, and then b starts a handshake.
+// An initiation is repeated early only if both sides have sent one at the same time. Here a's
+// initiations are lost, and b starts its handshake later.
 func TestHandshakeOfOnlyOneSideIsNotRepeatedEarly(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
@@ -412,8 +411,8 @@ func TestRoamingPeerGetsTheHandshakeBudgetOfOneAddress(t *testing.T) {
 				c.roam(t, b, tc.nth)
 				restart.Wait()
 				synctest.Wait()
-				// The budget of an address can be used six times: a burst, plus the tokens of two seconds. In
-				// addition, there is the budget of strangers.
+				// The budget of an address can be used six times: a burst, plus the tokens of two
+				// seconds. In addition, there is the budget of strangers.
 				most := uint64(6*(20+20) + 100 + 10*200)
 				if n := b.drops(natengine.Inbound, natengine.DropHandshakeRefused) - before; n > most {
 					t.Errorf("the device had to read %d initiations of one peer: want %d at most", n, most)
@@ -455,7 +454,7 @@ func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 }
 
 // provenFor is like initiationFor, but the initiation carries the cookie that its receiver would
-// issue to the source from.
+// issue to its source.
 func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	m := initiationFor(to.key.public, n)
 	var g device.CookieGenerator
@@ -612,13 +611,13 @@ func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 }
 
 func TestBudgetAllowsItsBurstAndThenItsRate(t *testing.T) {
-	const every, burst = 100 * time.Millisecond, 20
+	const interval, burst = 100 * time.Millisecond, 20
 	var b datapath.Budgets
 	now := time.Unix(1, 0)
 	one, other := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
 	spend := func(addr netip.Addr, n int) (got int) {
 		for range n {
-			if b.Spend(addr, false, now, every, burst) {
+			if b.Spend(addr, false, now, interval, burst) {
 				got++
 			}
 		}
@@ -628,21 +627,21 @@ func TestBudgetAllowsItsBurstAndThenItsRate(t *testing.T) {
 		after time.Duration
 		addr  netip.Addr
 		want  int
-	}{{0, one, burst}, {0, other, burst}, {every, one, 1}, {every / 2, one, 0}, {every / 2, one, 1}, {time.Hour, one, burst}} {
+	}{{0, one, burst}, {0, other, burst}, {interval, one, 1}, {interval / 2, one, 0}, {interval / 2, one, 1}, {time.Hour, one, burst}} {
 		now = now.Add(tc.after)
 		if got := spend(tc.addr, 50); got != tc.want {
 			t.Errorf("step %d: %d spent, want %d", i, got, tc.want)
 		}
 	}
 	for i := range 100_000 {
-		b.Spend(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}), true, now, every, burst)
+		b.Spend(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}), true, now, interval, burst)
 	}
 	if n := b.Len(); n > datapath.MaxBudgets {
 		t.Errorf("%d budgets are remembered", n)
 	}
 	now = now.Add(time.Hour)
 	for i := range 100 {
-		b.Spend(netip.AddrFrom4([4]byte{11, 0, 0, byte(i)}), true, now, every, burst)
+		b.Spend(netip.AddrFrom4([4]byte{11, 0, 0, byte(i)}), true, now, interval, burst)
 	}
 	if n := b.Len(); n > 200 {
 		t.Errorf("%d budgets are remembered that are not spent", n)
@@ -677,18 +676,18 @@ func crowdAt(i int) netip.AddrPort {
 }
 
 func TestHandshakesBeyondTheQueueAreCounted(t *testing.T) {
-	const peers, each = 60, 20 // each is the burst of an address
+	const peers, burst = 60, 20 // burst is the number of messages that an address may send at once
 	d, e := crowd(t, peers)
 	r, wire := datapath.NewReceiver(d), &memlink.Bind{}
 	for i := range peers {
 		var batch [][]byte
-		for n := range uint32(each) {
+		for n := range uint32(burst) {
 			batch = append(batch, initiationFor([32]byte{}, n))
 		}
 		r.Receive(batch, wire.Endpoint(crowdAt(i)))
 	}
-	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != peers*each-1024 {
-		t.Errorf("%d counted as handshake_queue: want %d", n, peers*each-1024)
+	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != peers*burst-1024 {
+		t.Errorf("%d counted as handshake_queue: want %d", n, peers*burst-1024)
 	}
 }
 

@@ -26,7 +26,7 @@ func newHandshakeStack(size int) *handshakeStack {
 
 // push adds a message. If the stack is full, it drops the oldest one. An unproven message may use
 // only a part of the places and never displaces another message. If push dropped a message,
-// dropped is true and lost is that message.
+// it returns that message and true.
 func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

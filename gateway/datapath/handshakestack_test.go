@@ -80,8 +80,8 @@ func (w *countingWire) Send(bufs [][]byte, _ conn.Endpoint) error {
 	return nil
 }
 
-// A handshake that the device may process does not wait while cookies are sent to all sources of
-// a flood.
+// A handshake that the device may process waits for at most one cookie to be sent, even if a flood
+// needs many cookies.
 func TestAHandshakeWaitsForAtMostOneCookie(t *testing.T) {
 	wire := &countingWire{Wire: bind.New()}
 	tunnel := New(silentLink{}, wire, natengine.New(natengine.Config{}), nil, Options{})

@@ -15,14 +15,14 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// badMessages are the kinds of messages that end b must refuse. from makes message number n, for
-// a session with the given end.
+// badMessages are the kinds of messages that end b must refuse. build returns message number n,
+// for a session of end b with end e.
 var badMessages = []struct {
 	name   string
 	reason natengine.Drop
 	known  bool // the drop is counted for that peer
 	n      int
-	from   func(e *end, n int) []byte
+	build  func(e *end, n int) []byte
 }{
 	{"data messages below 32 octets", natengine.DropTunnelShort, false, 28, func(_ *end, n int) []byte {
 		return append([]byte{4, 0, 0, 0}, make([]byte, n%28)...)
@@ -95,7 +95,7 @@ func TestEachBadMessageIsCountedOnceWithItsReason(t *testing.T) {
 				p.third(t)
 				s := p.stranger(t, "192.0.2.66")
 				for i := range kind.n {
-					b.sendFrom(t, s, kind.from(a, i))
+					b.sendFrom(t, s, kind.build(a, i))
 				}
 				var n uint64
 				if kind.known {
@@ -319,7 +319,7 @@ func TestFloodOfOnePeerDoesNotAffectAnother(t *testing.T) {
 			inPair(t, func(t *testing.T, p *pair, a, b *end) {
 				c := p.third(t)
 				if kind.name == "sources of another peer" {
-					kind.from = func(e *end, n int) []byte {
+					kind.build = func(e *end, n int) []byte {
 						return e.Seal(e.other.key.public, numbered(podOf(0), podOf(1), uint32(n), 100))
 					}
 				}
@@ -331,7 +331,7 @@ func TestFloodOfOnePeerDoesNotAffectAnother(t *testing.T) {
 					want = append(want, uint32(i))
 					var batch [][]byte
 					for j := range flood / 100 {
-						batch = append(batch, kind.from(c, i*flood/100+j))
+						batch = append(batch, kind.build(c, i*flood/100+j))
 					}
 					b.sendFrom(t, s, batch...)
 					time.Sleep(time.Second / 100)

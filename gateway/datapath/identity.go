@@ -223,9 +223,9 @@ func (t *Tunnel) prepare(private [32]byte) error {
 		}
 	}
 	if t.laggards == nil {
-		t.laggards = time.AfterFunc(laggardLook, t.lookForLaggards)
+		t.laggards = time.AfterFunc(laggardInterval, t.lookForLaggards)
 	} else {
-		t.laggards.Reset(laggardLook)
+		t.laggards.Reset(laggardInterval)
 	}
 	return nil
 }
@@ -358,8 +358,8 @@ func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypai
 	return via, k
 }
 
-// follow copies the endpoint of the peer with the newest session. Only peers that stand for the
-// same engine peer as p count.
+// follow copies an endpoint to p: that of the peer with the newest session, among the peers for the
+// same engine peer.
 func (p *peer) follow(table *peerTable) {
 	if len(table.siblings) == 0 {
 		return

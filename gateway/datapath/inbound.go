@@ -71,10 +71,10 @@ func newInbound(t *Tunnel) *inbound {
 	return &inbound{t: t, tap: shown, write: newWriter(t, shown)}
 }
 
-// receiveAll receives datagrams with next and handles them, until the socket is closed.
-func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
+// receiveAll calls receive again and again, and handles the datagrams, until the socket is closed.
+func (in *inbound) receiveAll(receive func(b *bind.Batch, mayBlock bool) error) {
 	for {
-		if err := in.drain(next); errors.Is(err, net.ErrClosed) {
+		if err := in.drain(receive); errors.Is(err, net.ErrClosed) {
 			return
 		} else if err != nil {
 			in.t.options.Logger.Errorf("receive: %v", err)
@@ -90,15 +90,15 @@ func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 // drain receives until the socket is empty. If one call empties the socket and the backlog is
 // empty, drain handles the messages at once. Otherwise drain adds them to the backlog. It waits for
 // a message only if the backlog is empty.
-func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
-	wait := in.backlog.empty()
-	in.sender.session = false // forget it, because addresses and sessions of peers may have changed
+func (in *inbound) drain(receive func(b *bind.Batch, mayBlock bool) error) error {
+	mayBlock := in.backlog.empty()
+	in.sender.session = false // the cached result may be outdated
 	for range drainCalls {
 		s := in.room()
 		if s == nil {
 			return nil
 		}
-		if err := next(&s.Batch, wait); err != nil {
+		if err := receive(&s.Batch, mayBlock); err != nil {
 			return err
 		}
 		in.now = time.Now()
@@ -107,7 +107,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 			in.t.engine.CountMany(nil, natengine.Inbound, natengine.DropSocketBuffer, s.Lost)
 			s.Lost = 0
 		}
-		if wait && !s.More {
+		if mayBlock && !s.More {
 			for !s.Empty() {
 				in.accept(s.Next())
 			}
@@ -115,7 +115,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 			s.Reset()
 			return nil
 		}
-		wait = false
+		mayBlock = false
 		for !s.Empty() {
 			if m, from := s.Next(); in.classify(m, from) {
 				in.enqueue(m, from, s)
@@ -138,7 +138,7 @@ func (in *inbound) room() *slab {
 		if s.Space() != nil {
 			return s
 		}
-		in.slab = nil // release reuses it when none of its messages waits any more
+		in.slab = nil // release reuses the slab once none of its messages is waiting
 	}
 	if n := len(in.free); n > 0 {
 		in.slab, in.free = in.free[n-1], in.free[:n-1]
@@ -149,8 +149,8 @@ func (in *inbound) room() *slab {
 	return in.slab
 }
 
-// release releases the messages taken from the backlog, and reuses the slabs that no longer hold
-// any.
+// release releases the messages taken from the backlog, and reuses the slabs without waiting
+// messages.
 func (in *inbound) release() {
 	for i, s := range in.taken {
 		if s.waiting--; s.waiting == 0 && s != in.slab {

@@ -17,11 +17,11 @@ const (
 	// is longer than most round trips, but short enough that a peer that only answers is
 	// interrupted only briefly.
 	laggardSilence = 250 * time.Millisecond
-	// laggardLook is the interval at which silent peers are searched while our key rotates. At most
-	// laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a
+	// laggardInterval is the interval at which silent peers are searched while our key rotates. At
+	// most laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a
 	// processor.
-	laggardLook    = 100 * time.Millisecond
-	laggardsAtOnce = 10
+	laggardInterval = 100 * time.Millisecond
+	laggardsAtOnce  = 10
 	// laggardPause is the minimum time between two handshakes with a peer. It grows up to
 	// RekeyTimeout, because a new handshake ends the previous one, whose answer may take long.
 	laggardPause = time.Second
@@ -38,16 +38,16 @@ func (t *Tunnel) lookForLaggards() {
 	}
 	table := t.peers.Load()
 	laggards := table.laggards(next, time.Now())
-	t.laggards.Reset(laggardLook)
+	t.laggards.Reset(laggardInterval)
 	t.mu.Unlock()
 	for _, p := range laggards {
 		p.introduce(table)
 	}
 }
 
-// laggards returns the peers of the next identity that have no session and whose current session
-// is silent, at most laggardsAtOnce. The caller holds t.mu.
-func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
+// laggards returns the peers of the next identity, id, that have no session and whose session with
+// the current identity is silent: at most laggardsAtOnce. The caller holds t.mu.
+func (t *peerTable) laggards(id *identity, now time.Time) (all []*peer) {
 	for state, others := range t.siblings {
 		p := t.byState[state]
 		if p == nil { // the current identity has no such peer, because its public key is one of ours
@@ -56,7 +56,7 @@ func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 		since := p.unanswered.Load()
 		silent := since != 0 && time.Duration(p.t.stamp(now)-since) >= laggardSilence
 		for _, q := range others {
-			if q.identity != next || q.retired.Load() {
+			if q.identity != id || q.retired.Load() {
 				continue
 			}
 			if !silent {

@@ -23,8 +23,8 @@ func TestSilentPeersGetHandshakesInTurn(t *testing.T) {
 	}
 	turns, last := make(map[*peer]int), make(map[*peer]time.Time)
 	now := time.Now().Add(time.Second)
-	for range minutes * time.Minute / laggardLook {
-		now = now.Add(laggardLook)
+	for range minutes * time.Minute / laggardInterval {
+		now = now.Add(laggardInterval)
 		all := table.laggards(next, now)
 		if len(all) > laggardsAtOnce {
 			t.Fatalf("%d handshakes at once", len(all))

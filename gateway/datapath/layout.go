@@ -52,7 +52,7 @@ func fieldOf[S, F any](names ...string) field[S, F] {
 // ptr returns a pointer to the field in s.
 func (f field[S, F]) ptr(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
 
-// The fields of a Keypair do not change after lookup can find it, with two exceptions. Nonces
+// Once lookup can find a Keypair, its fields do not change, with two exceptions. Nonces
 // come from an atomic counter that the device uses as well, so no nonce is used twice. The replay
 // window is used only by this package, because the device never sees a data message.
 var (

@@ -12,13 +12,14 @@ import "errors"
 // any goroutine at any time.
 type Link interface {
 	// Read copies one packet, with its virtio header, into p and returns the total length. p must
-	// have room for the largest packet: packet.VirtioHeaderLen + 65535 octets. Without wait, Read
-	// returns ErrAgain if there is no packet. With wait it blocks until there is a packet, until
-	// Wake (ErrWoken) or until Close (os.ErrClosed). Any other error means that the link has ended.
-	Read(p []byte, wait bool) (int, error)
+	// have room for the largest packet: packet.VirtioHeaderLen + 65535 octets. If there is no
+	// packet and mayBlock is false, Read returns ErrAgain. If mayBlock is true, Read waits for a
+	// packet, for Wake (ErrWoken) or for Close (os.ErrClosed). Any other error means that the link
+	// has ended.
+	Read(p []byte, mayBlock bool) (int, error)
 	// Wake makes a blocked Read return ErrWoken. If no Read is blocked, the next one that would
-	// block returns ErrWoken. Several calls before that count as one. Everything published before
-	// Wake is visible to the reader after ErrWoken.
+	// block returns ErrWoken. Several calls before ErrWoken count as one. Everything published
+	// before Wake is visible to the reader after ErrWoken.
 	Wake()
 	// Write sends one packet, the concatenation of bufs, which starts with the virtio header. It
 	// does not keep bufs. An error means that this packet was lost; os.ErrClosed means that all
@@ -33,7 +34,7 @@ type Link interface {
 }
 
 var (
-	// ErrAgain means that a Read without wait found no packet.
+	// ErrAgain means that a Read that must not block found no packet.
 	ErrAgain = errors.New("no packet")
 	// ErrWoken means that Wake ended a waiting Read.
 	ErrWoken = errors.New("woken")

@@ -42,7 +42,7 @@ type Local struct {
 	out     turns // packets that the Port sends, by destination
 	closed  atomic.Bool
 
-	// delivering is held by deliver, so that it can attribute a refusal by the stack to its packet.
+	// deliver holds delivering, so that it knows which packet the stack has refused.
 	delivering sync.Mutex
 }
 
@@ -219,7 +219,7 @@ type localLink struct {
 }
 
 func newLocalLink(mtu uint32) *localLink {
-	return &localLink{Endpoint: channel.New(0, mtu, ""), out: turns{each: localQueueLen}}
+	return &localLink{Endpoint: channel.New(0, mtu, ""), out: turns{perParty: localQueueLen}}
 }
 
 // next copies the next packet that the stack sends into p, and returns its length, or 0 if there
@@ -236,7 +236,7 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 		view := pkt.ToView()
 		b := view.ToSlice()
 		view.Release()
-		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), by: l.answers.Load(), b: b}) {
+		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), requester: l.answers.Load(), b: b}) {
 			queued++
 		} else {
 			l.call(&l.overflow)

@@ -10,8 +10,8 @@ import (
 )
 
 const (
-	// scratchLen is large enough for any packet. The header starts at scratchPad, so that the packet
-	// starts at a multiple of 16 octets.
+	// scratchLen is large enough for any packet. The header starts at scratchPad, so that the
+	// packet starts at a multiple of 16 octets.
 	scratchPad = 16 - packet.VirtioHeaderLen
 	scratchLen = scratchPad + packet.VirtioHeaderLen + 65535
 
@@ -99,13 +99,13 @@ func (o *outbound) read(b *batch) error {
 	o.readInjected(b)
 	var err error
 	for !b.full {
-		wait := b.n == 0
-		if wait {
+		mayBlock := b.n == 0
+		if mayBlock {
 			b.timed = false // the next packet may come much later, so read the clock again
 			o.divert()
 		}
 		var n int
-		if n, err = o.t.link.Read(o.scratch, wait); err != nil {
+		if n, err = o.t.link.Read(o.scratch, mayBlock); err != nil {
 			if errors.Is(err, ErrWoken) {
 				err = nil
 				o.tap.begin()
@@ -155,8 +155,8 @@ func (o *outbound) readReleased(b *batch) {
 
 // readLocal adds packets of the in-process endpoint. If any packet stays queued, the batch is not
 // empty, so read will not block. A padded packet, which probes the path MTU, gets a batch of its
-// own. Otherwise its message could be a segment of a UDP superpacket, and virtual links may pass
-// such a segment although they drop a single packet of its size.
+// own. Otherwise its message could be sent in a UDP superpacket, and virtual links may pass a
+// superpacket although they drop a single packet of that size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return

@@ -163,8 +163,8 @@ type scriptLink struct {
 	mu      sync.Mutex
 	packets [][]byte
 	next    int
-	repeat  bool // repeat the script for ever; every second Read without wait returns ErrAgain
-	every   int  // with repeat: number of packets before each ErrAgain
+	repeat  bool // repeat the script for ever
+	burst   int  // if repeat is set, ErrAgain follows after this number of packets
 	given   int
 
 	written   [][]byte
@@ -181,9 +181,9 @@ func newScript(packets ...[]byte) *scriptLink {
 	return &scriptLink{packets: packets, wakeups: make(chan struct{}, 1), closed: make(chan struct{})}
 }
 
-func (l *scriptLink) Read(p []byte, wait bool) (int, error) {
+func (l *scriptLink) Read(p []byte, mayBlock bool) (int, error) {
 	if l.repeat {
-		if !wait && l.given >= l.every {
+		if !mayBlock && l.given >= l.burst {
 			l.given = 0
 			return 0, datapath.ErrAgain
 		}
@@ -205,7 +205,7 @@ func (l *scriptLink) Read(p []byte, wait bool) (int, error) {
 		return 0, os.ErrClosed
 	default:
 	}
-	if !wait {
+	if !mayBlock {
 		return 0, datapath.ErrAgain
 	}
 	select {

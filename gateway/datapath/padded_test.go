@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// With a size, Send adds zeros to the packet that it sends without a size.
+// The packet that Send makes for a given size is the packet without a size, followed by zeros.
 func TestSendPadsPacketsWithZeros(t *testing.T) {
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {
@@ -53,8 +53,8 @@ func TestSendPadsPacketsWithZeros(t *testing.T) {
 	}
 }
 
-// A padded packet arrives without its padding. Its message is as long as that of a packet of the
-// stated size, even if the MTU towards the peer is smaller.
+// A padded packet arrives without its padding. Its message is as long as the message of a packet
+// that has the requested size, even if the MTU towards the peer is smaller.
 func TestPaddingGivesMessagesTheRequestedLength(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))

@@ -33,7 +33,7 @@ type wire struct {
 
 	mu      sync.Mutex
 	drop    func(m []byte) bool // reports whether a sent message gets lost; may be nil
-	refuse  func(m []byte) bool // reports whether sending a message fails, as it may in a kernel; may be nil
+	refuse  func(m []byte) bool // reports whether sending a message must fail; may be nil
 	see     func(m []byte)      // is called with each sent message, which is then not recorded; may be nil
 	delay   time.Duration
 	delayed []func()

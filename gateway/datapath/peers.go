@@ -146,8 +146,8 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	return errors.Join(errs...)
 }
 
-// member returns the identity's peer for want, and whether that peer is new. The caller holds
-// t.mu.
+// member returns the identity's peer for the configuration want, and whether that peer is new. The
+// caller holds t.mu.
 func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer, isNew bool, err error) {
 	key := device.NoisePublicKey(want.Key)
 	if key == *id.public.Load() {

@@ -54,27 +54,28 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 
 // A datagram is an entry of a turns queue.
 type datagram struct {
-	at   netip.AddrPort // inbound: source; outbound: destination
-	by   *peer          // outbound: the peer whose message is answered; nil: the queue is chosen by destination address
-	b    []byte         // inbound: payload; outbound: complete packet; owned
-	size int            // outbound: length to which the packet must be padded; 0: no padding
+	at        netip.AddrPort // inbound: source; outbound: destination
+	requester *peer          // outbound: the peer whose message is answered; nil: the queue is chosen by destination address
+	b         []byte         // inbound: payload; outbound: complete packet; owned
+	size      int            // outbound: length to which the packet must be padded; 0: no padding
 }
 
-// A party is a peer that is answered, or an address. Each party has its own queue.
+// A party is a peer whose messages are answered, or a destination address. Each party has its own
+// queue.
 type party struct {
 	peer *peer
 	addr netip.Addr
 }
 
 func (d datagram) party() party {
-	if d.by != nil {
-		return party{peer: d.by}
+	if d.requester != nil {
+		return party{peer: d.requester}
 	}
 	return party{addr: d.at.Addr()}
 }
 
 const (
-	turnsEach = 32   // maximum number of datagrams of one party, unless turns.each is set
+	turnsEach = 32   // maximum number of datagrams of one party, unless turns.perParty is set
 	turnsAll  = 4096 // maximum number of all datagrams, except that each party may always queue one
 )
 
@@ -82,11 +83,11 @@ const (
 // so a flood from one party delays another party by at most one datagram. Datagrams of one party
 // stay in order. The zero value is empty. Safe for concurrent use.
 type turns struct {
-	each    int          // maximum number of datagrams of one party; 0: turnsEach
-	n       atomic.Int64 // number of datagrams; makes testing an empty queue cost one load
-	mu      sync.Mutex   // guards the following fields
-	byParty map[party][]datagram
-	next    []party // parties with datagrams, in the order of turns
+	perParty int          // maximum number of datagrams of one party; 0: turnsEach
+	n        atomic.Int64 // number of datagrams; makes testing an empty queue cost one load
+	mu       sync.Mutex   // guards the following fields
+	byParty  map[party][]datagram
+	next     []party // parties with datagrams, in the order of turns
 }
 
 // push adds a datagram and reports whether there was room for it.
@@ -95,7 +96,7 @@ func (t *turns) push(d datagram) bool {
 	defer t.mu.Unlock()
 	sender := d.party()
 	waiting := t.byParty[sender]
-	if len(waiting) == cmp.Or(t.each, turnsEach) || len(waiting) > 0 && t.n.Load() >= turnsAll {
+	if len(waiting) == cmp.Or(t.perParty, turnsEach) || len(waiting) > 0 && t.n.Load() >= turnsAll {
 		return false
 	}
 	if t.byParty == nil {

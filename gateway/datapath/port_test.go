@@ -200,7 +200,7 @@ func TestPortAcceptsOnlyMessagesOfThePeersGateway(t *testing.T) {
 	}
 	b := newBuffers(8, 2048)
 	read(t, d, b)
-	query := header.IPv4(b.packet(0)) // creates the flow, without which packets from there are dropped
+	query := header.IPv4(b.packet(0)) // creates a flow; without it, the answers below would be dropped
 	answer := func(text string) []byte {
 		return packettest.Build(packettest.IP{Src: probe, Dst: netip.AddrFrom4(query.SourceAddress().As4())},
 			packettest.UDP{SrcPort: 12345, DstPort: header.UDP(query.Payload()).SourcePort(), Data: []byte(text)})

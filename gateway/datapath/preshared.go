@@ -15,8 +15,8 @@ import (
 // A preshared key is mixed into a handshake with its response (Noise's psk2). The two sides
 // cannot change it at the same moment. So while it changes, each side has two keys:
 //
-//	response made   with the new and the former key in turn, as the peer may have only one
-//	response read   with the key that it was made with, which its tag reveals
+//	making a response   uses the new and the former key in turn, because the peer may have only one
+//	reading a response  uses the key with which it was made, which the tag reveals
 //
 // If the peer has only the former key, at most one handshake fails. It is repeated after
 // RekeyTimeout, and the previous session stays valid for a minute more. The first session with the

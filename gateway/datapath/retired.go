@@ -15,10 +15,11 @@ const (
 	// with the new key. It is enough for three handshakes. A longer time would hide a wrong key,
 	// and would keep alive the session of somebody who stole the former key.
 	retiredMost = 15 * time.Second
-	// maxRetired is the maximum number of retired peers that a peer may have: two for each identity.
+	// maxRetired is the maximum number of retired peers that a peer may have: two for each
+	// identity.
 	maxRetired = 4
-	// retiredLook is the interval at which retired peers are checked.
-	retiredLook = time.Second
+	// retiredInterval is the interval at which retired peers are checked.
+	retiredInterval = time.Second
 )
 
 // retire retires a peer whose key was replaced. Its sessions stay, but it can make no new ones,
@@ -59,9 +60,9 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 		}
 	}
 	if t.sweep == nil {
-		t.sweep = time.AfterFunc(retiredLook, t.sweepRetired)
+		t.sweep = time.AfterFunc(retiredInterval, t.sweepRetired)
 	} else {
-		t.sweep.Reset(retiredLook)
+		t.sweep.Reset(retiredInterval)
 	}
 }
 
@@ -122,6 +123,6 @@ func (t *Tunnel) sweepRetired() {
 		t.filterPeers(func(p *peer) bool { return !removed[p] })
 	}
 	if left {
-		t.sweep.Reset(retiredLook)
+		t.sweep.Reset(retiredInterval)
 	}
 }

@@ -241,7 +241,7 @@ func TestRotationCostsAWireGuardGoPeerOneHandshake(t *testing.T) {
 // A plain WireGuard peer that only answers starts no handshake. It also loses the packets that
 // arrive until the gateway notices its silence.
 func TestRotationReachesAPassiveWireGuardGoPeer(t *testing.T) {
-	rotateBesideWireGuardGo(t, true, datapath.LaggardSilence+datapath.LaggardLook+4*wireGuardLatency)
+	rotateBesideWireGuardGo(t, true, datapath.LaggardSilence+datapath.LaggardInterval+4*wireGuardLatency)
 }
 
 // rotateBesideWireGuardGo rotates the key of a gateway whose peer runs wireguard-go. The gateway

@@ -224,7 +224,7 @@ func (s *sealer) stage(p []byte) {
 	}
 	s.count(s.state, s.peer.staged.push(p, time.Duration(at)), natengine.DropTunnelQueue)
 	s.peer.requestHandshake(at)
-	// It is not known which of our keys the peer has, so each identity tries.
+	// The peer may have any of our keys, so each identity starts a handshake.
 	for _, q := range s.table.siblings[s.state] {
 		if !q.retired.Load() {
 			q.requestHandshake(at)

@@ -49,8 +49,8 @@ const (
 	lastMinute     = device.RejectAfterTime - device.KeepaliveTimeout - device.RekeyTimeout
 )
 
-// A peer combines a peer of the engine with its keys in a device, the packets that wait for a
-// session, and the timers of its data. Times are values of Tunnel.Now; 0 means never.
+// A peer is the tunnel's state of one peer: the corresponding peers of the engine and of a device,
+// the packets that wait for a session, and timers. Times are values of Tunnel.Now; 0 means never.
 type peer struct {
 	t        *Tunnel
 	identity *identity
@@ -79,8 +79,8 @@ type peer struct {
 	streams  atomic.Bool // Peer.Streams
 
 	// windows guards the replay windows of all keypairs of dev, because messages may arrive over
-	// IPv4 and IPv6 at the same time. A peer shares the mutex with its predecessor that has the same
-	// dev, because an inbound goroutine may still use that predecessor.
+	// IPv4 and IPv6 at the same time. A peer shares the mutex with its predecessor that has the
+	// same dev, because an inbound goroutine may still use that predecessor.
 	windows *sync.Mutex
 	// preshared holds the preshared keys of dev, so it is shared with the predecessor as well.
 	preshared *preshared
@@ -89,8 +89,8 @@ type peer struct {
 	unacknowledged atomic.Int64 // time of the first data received after the last message sent; 0: all data was acknowledged
 	more           atomic.Bool  // more data was received after the time in unacknowledged
 	requested      atomic.Int64 // time of the last request for a handshake
-	answers        atomic.Int64 // number of the peer's handshakes that the device answered
-	answered       atomic.Int64 // time of the last such answer
+	answerCount    atomic.Int64 // number of the peer's handshakes that the device answered
+	answered       atomic.Int64 // when the device last answered a handshake of the peer
 	created        atomic.Int64 // creation time of the last session; stored by the method session
 	unsent         atomic.Pointer[sendFailure]
 	location       atomic.Pointer[location] // written only by locationCounts
@@ -103,14 +103,14 @@ type peer struct {
 	sessionEndpoint atomic.Pointer[sessionEndpoint]
 	initiated       atomic.Pointer[answeredInitiation] // the peer's last answered initiation
 
-	crossedAt atomic.Int64 // value of answers when two handshakes last crossed
+	crossedAt atomic.Int64 // answerCount at the time when two handshakes last crossed
 	begun     initiation   // our last initiation, guarded by handshakes.crossings
 
 	// mu is held while a timer's function runs, so that none runs after stop.
 	mu                                       sync.Mutex
 	stopped                                  bool
-	hurried                                  int   // number of handshakes that hurry has allowed since hurriedSince; guarded by mu
-	hurriedSince                             int64 // value of made at that time; guarded by mu
+	hurried                                  int   // handshakes that hurry has allowed since the last session; guarded by mu
+	hurriedSince                             int64 // value of created to which hurried applies; guarded by mu
 	keepalive, silence, initiation, crossing deadline
 }
 
@@ -195,8 +195,8 @@ func (p *peer) stop() {
 	}
 }
 
-// A deadline is a timer that any goroutine may arm. Its function checks again whether the reason
-// still holds. Arming an armed deadline costs only a load.
+// A deadline is a timer that any goroutine may arm. Its function must check whether there is still
+// anything to do. Arming an armed deadline costs only a load.
 type deadline struct {
 	timer *time.Timer
 	armed atomic.Bool
@@ -364,8 +364,8 @@ func (p *peer) requestHandshake(now int64) {
 }
 
 // beginHandshake starts a handshake. The device refuses that within RekeyTimeout of the last
-// handshake. If no handshake is in progress although the device refuses a new one, beginHandshake
-// runs again later.
+// handshake. If the device refuses and no handshake is in progress, beginHandshake runs again
+// later.
 func (p *peer) beginHandshake() {
 	table := p.t.peers.Load()
 	if p.retired.Load() {
@@ -388,50 +388,50 @@ func (p *peer) beginHandshake() {
 }
 
 // hurry allows the device to start a handshake within RekeyTimeout of the last one, unless that one
-// has made a session or a limit is reached. hurried reports whether hurry allowed that, and last is
-// the time of the last handshake. The caller holds mu.
-func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
+// has made a session or a limit is reached. It returns the time of the last handshake, and true if
+// another one is allowed. The caller holds mu.
+func (p *peer) hurry(now time.Time) (previous time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created
 	}
 	if p.hurried == hurries || p.sendingKeypair(now) != nil {
-		return last, false
+		return previous, false
 	}
 	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	last = *peerInitiated.ptr(p.dev)
-	since := now.Sub(last)
+	previous = *peerInitiated.ptr(p.dev)
+	since := now.Sub(previous)
 	if since < hurryAfter || since > device.RekeyTimeout-hurryAfter || !p.t.hurry.Allow() {
-		return last, false
+		return previous, false
 	}
 	p.hurried++
 	*peerInitiated.ptr(p.dev) = time.Time{}
-	return last, true
+	return previous, true
 }
 
 // keepPace keeps the hurried handshake from delaying the device's next one: it sets back the times
-// that the device has recorded. last is the time of the handshake before the hurried one.
-func (p *peer) keepPace(last time.Time) {
+// that the device has recorded. previous is the time of the handshake before the hurried one.
+func (p *peer) keepPace(previous time.Time) {
 	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	*peerInitiated.ptr(p.dev) = last
+	*peerInitiated.ptr(p.dev) = previous
 	if t := *peerRetransmit.ptr(p.dev); t.IsPending() {
-		t.Mod(device.RekeyTimeout - time.Since(last) + jitter())
+		t.Mod(device.RekeyTimeout - time.Since(previous) + jitter())
 	}
 }
 
 // handleCrossing handles two handshakes that have crossed. Each side has dropped its own initiation
-// to answer that of the other side, so both answers are useless, and both sides would start again
-// only after RekeyTimeout. Instead, the side with the lower public key starts a handshake at once.
+// to answer the peer's, so both answers are useless. Without handleCrossing, both sides would start
+// again only after RekeyTimeout. The side with the lower public key starts a handshake at once.
 // The other side starts a handshake later if no session exists by then, for example because the
 // peer is not an Isthmus gateway. roundTrip is the time from our initiation to the peer's answer.
 func (p *peer) handleCrossing(roundTrip time.Duration) {
 	if roundTrip >= device.RekeyTimeout {
 		return
 	}
-	p.crossedAt.Store(p.answers.Load())
+	p.crossedAt.Store(p.answerCount.Load())
 	pause := max(0, crossedPause-roundTrip)
 	if own := p.identity.public.Load(); bytes.Compare(own[:], p.key[:]) > 0 {
 		pause = crossedPause + roundTrip + crossedGrace
@@ -440,7 +440,7 @@ func (p *peer) handleCrossing(roundTrip time.Duration) {
 }
 
 func (p *peer) uncross() {
-	if p.answers.Load() != p.crossedAt.Load() || p.sendingKeypair(time.Now()) != nil || !(*peerRetransmit.ptr(p.dev)).IsPending() {
+	if p.answerCount.Load() != p.crossedAt.Load() || p.sendingKeypair(time.Now()) != nil || !(*peerRetransmit.ptr(p.dev)).IsPending() {
 		return
 	}
 	p.dev.ExpireCurrentKeypairs() // no keypair is usable; without keypairs the device starts a new handshake

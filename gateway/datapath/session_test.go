@@ -205,8 +205,8 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 }
 
 // Answers are sent to the source of the last message. So a message from an address where no
-// gateway of a peer can be is dropped, whatever it contains, and does not change the peer's
-// endpoint.
+// gateway of a peer can be is dropped, regardless of its content, and does not change the
+// peer's endpoint.
 func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")
@@ -570,9 +570,10 @@ func TestPacketsOfARemovedPeerAreCountedAndItCanReturn(t *testing.T) {
 
 // --- traffic across rekeys
 
-// stream sends packets in both directions at the same time, in bursts, and makes a new session
-// for each burst. All packets must arrive in order. beside runs for each end during each burst.
-func stream(t *testing.T, p *pair, packets int, every int, rekey func(), beside func(e *end)) {
+// stream sends packets in bursts, in both directions at the same time. All must arrive in order. It
+// calls rekey, which makes a new session, once per rekeyInterval packets. It calls beside for each
+// end during each burst.
+func stream(t *testing.T, p *pair, packets, rekeyInterval int, rekey func(), beside func(e *end)) {
 	var next [2]uint32
 	for i, e := range p.ends {
 		e.on = func(number uint32) {
@@ -601,7 +602,7 @@ func stream(t *testing.T, p *pair, packets int, every int, rekey func(), beside 
 				}
 			})
 		}
-		if at/every != (at+burst)/every {
+		if at/rekeyInterval != (at+burst)/rekeyInterval {
 			rekey()
 		}
 		senders.Wait()
@@ -781,9 +782,8 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 	}
 }
 
-// While a peer is replaced by another peer with the same key, some inbound goroutines may still
-// use the old peer while others already use the new one. Together they must accept each counter
-// only once.
+// While a peer is replaced by another peer with the same key, some inbound goroutines may use the
+// old peer and some the new peer. Together they must accept each counter only once.
 func TestReplacingAPeerKeepsItsReplayWindow(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.Replay(b.key.public)
@@ -816,8 +816,8 @@ func TestReplacingAPeerKeepsItsReplayWindow(t *testing.T) {
 	})
 }
 
-// A packet that arrives after the MTU has grown is sent with the new MTU, even if the outbound
-// goroutine started to wait for it before the change.
+// The first packet after an increase of the MTU is sent with the new MTU, even though the outbound
+// goroutine was already waiting for a packet.
 func TestLargerMTUAppliesToTheFirstPacketAfterTheChange(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		synctest.Wait() // until the goroutine waits for a packet

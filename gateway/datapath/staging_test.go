@@ -20,7 +20,7 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 		{"packets", datapath.MaxStaged + 7, 100, datapath.MaxStaged},
 		{"octets", 10, datapath.MaxStagedBytes / 4, 4},
 		{"the largest", 6, 65535, 4},
-		{"larger than all", 2, datapath.MaxStagedBytes + 1, 1}, // does not occur in practice; it may keep one such packet
+		{"larger than all", 2, datapath.MaxStagedBytes + 1, 1}, // does not occur in practice; staging may keep one such packet
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var s datapath.Staging

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// SetCapture makes the tunnel show packets to c, from the next batch on. With nil, the tunnel shows
-// no more packets. The goroutines of the data path call c, which never blocks them.
+// SetCapture makes the tunnel show packets to c, from the next batch on. If c is nil, the tunnel
+// shows no more packets. The goroutines of the data path call c, which never blocks them.
 func (t *Tunnel) SetCapture(c *capture.Capture) {
 	if c == nil {
 		t.capture.Store(nil)
@@ -28,9 +28,9 @@ func (t *Tunnel) SetCapture(c *capture.Capture) {
 	t.link.Wake() // the outbound goroutine may be waiting for the first packet of a batch
 }
 
-// captured is a capture with the UDP port for generated headers. The port is the one at the start
-// of the capture, because querying the current port could deadlock with a socket that is being
-// closed and waits for this goroutine.
+// captured is a capture with the UDP port for generated headers, which is queried when the capture
+// starts. Querying it later could deadlock, because SetPort may hold the lock while it waits for
+// the calling goroutine.
 type captured struct {
 	*capture.Capture
 	port uint16
@@ -40,7 +40,8 @@ const (
 	// tapHead is the room for the headers of a packet before NAT. An ICMP error, which NAT changes
 	// in more places, fits completely.
 	tapHead = 2048
-	// tapWhole is the maximum size of packets that are traced completely, not only by their headers.
+	// tapWhole is the maximum size of packets that are traced completely, not only by their
+	// headers.
 	tapWhole = 2048
 )
 
@@ -227,8 +228,8 @@ func (p *tap) rule(now time.Duration) string {
 	return trace.Rule
 }
 
-// trace returns the engine's trace of a packet of which b is the beginning: the headers, or all
-// of it. It adapts the lengths in the headers to b.
+// trace returns the engine's trace of a packet. b is the beginning of the packet: its headers, or
+// the whole packet. trace adapts the lengths in the headers to the length of b.
 func (p *tap) trace(b []byte, checksum packet.ChecksumState, now time.Duration) (natengine.Trace, bool) {
 	small := p.small[:copy(p.small[:], b)]
 	if !shorten(small) || p.view.Parse(small, checksum) != nil {

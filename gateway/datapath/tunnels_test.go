@@ -41,7 +41,7 @@ func BenchmarkTunnels(b *testing.B) {
 			b.RunParallel(func(pb *testing.PB) {
 				port := uint16(4000 + lanes.Add(1))
 				out := newScript(super4(at(host, port), at(to.seenAddr(to.pod), 80), 1000, 1380, random(45*1380)))
-				out.repeat, out.every = true, 1
+				out.repeat, out.burst = true, 1
 				in := newScript()
 				in.discard = true
 				key := random(chacha20poly1305.KeySize)

@@ -29,9 +29,8 @@ const (
 	// adoptMost is the maximum time that a new active gateway waits until it has adopted its copy,
 	// because adopting a million flows takes seconds.
 	adoptMost = 250 * time.Millisecond
-	// listMost is the maximum time after its start for which a standby is unready while it waits
-	// for the flows of the active gateway. An active gateway that cannot send them must not block
-	// an update.
+	// A standby is unready while it waits for the flows of the active gateway, but at most for
+	// listMost after its start: an active gateway that cannot send flows must not block an update.
 	listMost = 10 * time.Second
 )
 
@@ -139,10 +138,10 @@ type Counts struct {
 	Unsent    uint64 // packets dropped here instead of being relayed: a connection had no room, or ended
 }
 
-// Activate makes this gateway the active one. From now on, flows are the gateway's own flows.
-// Activate adds the copied flows to them, established ones first. Activate returns the number of
-// adopted flows when all are adopted, or after adoptMost; adoption then continues in the
-// background. Flows that still arrive on open connections are adopted, too.
+// Activate makes this gateway the active one. flows are the flows of its engine. Activate adds the
+// copied flows to them, established ones first, and later the flows that still arrive on open
+// connections. It returns the number of adopted flows when all copied ones are adopted. If that
+// takes longer than adoptMost, it returns earlier, and adoption continues in the background.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted
@@ -181,8 +180,8 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	return int(k.counts.Adopted - before)
 }
 
-// adoptAll adopts the established flows of a table, or with established false all others. It
-// returns false if the gateway was deactivated meanwhile.
+// adoptAll adopts the established flows of a table if established is true, and otherwise the other
+// flows. It returns false if the gateway was deactivated meanwhile.
 func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 	for peer, flows := range t.flows {
 		for id, state := range flows {
@@ -269,9 +268,9 @@ type receiver struct {
 	begun   bool   // the first list has begun
 	all     bool   // the list of all flows is complete
 	parcel  []byte // the packet being received, which may consist of several frames
-	// once is set if the connection is needed only for its list of all flows. If the other end is
-	// the active gateway, another connection receives its packets.
-	once bool
+	// listOnly is set if the connection is needed only for its list of all flows. If the other end
+	// is the active gateway, another connection receives its packets.
+	listOnly bool
 }
 
 // begin handles the first frame of a list of all flows. age is the age of the other end's copy.
@@ -282,7 +281,7 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
 		// Another gateway has become active. It also receives and relays the packets.
-		if !r.once && r.from != r.k.held.from {
+		if !r.listOnly && r.from != r.k.held.from {
 			r.k.held = heldPackets{from: r.from}
 		}
 	}
@@ -332,7 +331,7 @@ func (r *receiver) end() {
 	r.table = table{}
 }
 
-// beat records that the other end has sent everything it has.
+// beat records that the other end has sent everything that it has so far.
 func (r *receiver) beat() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()

@@ -292,8 +292,8 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 		listener = p.at[one]
 		return listener != nil
 	})
-	// Connections of strangers, whatever these send, do not take the place of a gateway. In this
-	// test all of them have the same address.
+	// Connections of strangers do not take the place of a gateway, regardless of their data. In
+	// this test all of them have the same address.
 	var open []net.Conn
 	for i := range 2 * addressMost {
 		conn, err := net.Dial("tcp4", listener.Addr().String())
@@ -516,8 +516,8 @@ func randomFlows(t testing.TB) (flows []natengine.Flow) {
 	return flows
 }
 
-// The receiver of a stream ends up with the sender's flows, in whatever order flows are opened
-// and ended.
+// The receiver of a stream ends up with the sender's flows, regardless of the order in which flows
+// are opened and ended.
 func TestReceiverGetsTheFlowsOfTheSender(t *testing.T) {
 	flows := randomFlows(t)
 	for seed := range uint64(50) {
@@ -633,7 +633,7 @@ func TestStandbyIsReadyOnceItHasAllFlows(t *testing.T) {
 	ready("then", true)
 }
 
-// Whatever an end with the key sends, receive returns an error and leaves a consistent copy.
+// Regardless of the octets that it reads, receive returns an error and leaves a consistent copy.
 func FuzzReceive(f *testing.F) {
 	flows := randomFlows(f)
 	var b bytes.Buffer

@@ -45,7 +45,7 @@ func (k *Keeper) follow(q *queue) (end func()) {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		delete(k.followers, q)
-		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds more, and it needs mu
+		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds more, and Relay needs mu
 	}
 }
 
@@ -110,7 +110,7 @@ func (k *Keeper) receiveRelayed(one parcel) {
 
 // countLost counts a packet that did not arrive completely on this connection.
 func (r *receiver) countLost() {
-	if r.once { // another connection receives the packet, too
+	if r.listOnly { // another connection receives the packet, too
 		return
 	}
 	r.k.mu.Lock()

@@ -17,7 +17,7 @@ import (
 )
 
 // Packets that an ending gateway relays wait for the next gateway. They arrive in order and
-// complete, whatever their size.
+// complete, regardless of their size.
 func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
@@ -74,7 +74,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 // If a gateway has two connections to the active one, it accepts packets only from the connection
 // that stays open after the list of flows.
 func TestOneTimeRequestAcceptsNoPackets(t *testing.T) {
-	for name, once := range map[string]bool{"follows": false, "asks": true} {
+	for name, listOnly := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
 		w := writer{bufio.NewWriter(&b)}
 		w.begin(true, 0)
@@ -83,11 +83,11 @@ func TestOneTimeRequestAcceptsNoPackets(t *testing.T) {
 			t.Fatal(err)
 		}
 		k := NewKeeper()
-		r := receiver{k: k, once: once}
+		r := receiver{k: k, listOnly: listOnly}
 		if err := r.receive(&b, func() {}); !errors.Is(err, io.EOF) {
 			t.Fatal(err)
 		}
-		if got := len(k.held.all); got != map[bool]int{false: 1, true: 0}[once] {
+		if got := len(k.held.all); got != map[bool]int{false: 1, true: 0}[listOnly] {
 			t.Errorf("%s: %d packets", name, got)
 		}
 	}
@@ -118,13 +118,13 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(before)
 	before.open(t, 0)
-	connect := func(once bool) {
+	connect := func(listOnly bool) {
 		near, far := net.Pipe()
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- a.send(ctx, &slowConn{Conn: far}) }()
 		go func() { // receives as Link.copyFrom does
-			r := receiver{k: b, once: once}
+			r := receiver{k: b, listOnly: listOnly}
 			_ = r.receive(near, func() {})
 			r.close()
 			cancel()
@@ -212,7 +212,7 @@ func TestStandbyDropsWaitingPacketsWhenAnotherGatewayIsActive(t *testing.T) {
 			t.Errorf("%s: %d packets wait and %d are dropped; want %d and none", what, n, k.State().Counts.Unrelayed, want)
 		}
 	}
-	standby, asked, next := receiver{k: k, from: second}, receiver{k: k, from: second, once: true}, receiver{k: k, from: second}
+	standby, asked, next := receiver{k: k, from: second}, receiver{k: k, from: second, listOnly: true}, receiver{k: k, from: second}
 	standby.begin(false, 0)
 	waiting("a standby sends its copy", 1)
 	asked.begin(true, 0)
@@ -335,12 +335,12 @@ func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 func TestTruncatedPacketsAreCounted(t *testing.T) {
 	long := make([]byte, maxFrame)
 	for _, c := range []struct {
-		what  string
-		once  bool
-		write func(w writer)
-		cut   int  // number of octets missing at the end
-		moved bool // this gateway became active and is a standby again
-		lost  uint64
+		what     string
+		listOnly bool
+		write    func(w writer)
+		cut      int  // number of octets missing at the end
+		moved    bool // this gateway became active and is a standby again
+		lost     uint64
 	}{
 		{"whole", false, func(w writer) { w.parcel(parcel{p: long}) }, 0, false, 0},
 		{"the last octet is missing", false, func(w writer) { w.parcel(parcel{p: []byte{1, 2, 3}}) }, 1, false, 1},
@@ -364,7 +364,7 @@ func TestTruncatedPacketsAreCounted(t *testing.T) {
 		}
 		b.Truncate(b.Len() - c.cut)
 		k := NewKeeper()
-		r := receiver{k: k, once: c.once}
+		r := receiver{k: k, listOnly: c.listOnly}
 		err := r.receive(&b, func() {
 			if c.moved {
 				k.Activate(newRunning(t, "10.246.0.0/16"))

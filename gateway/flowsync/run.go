@@ -181,10 +181,10 @@ func (l *Link) tlsConfig() (*tls.Config, context.Context) {
 	return l.config, l.expired
 }
 
-// copyFrom connects to another gateway and receives its flows, until the connection ends. With
-// once, copyFrom ends the connection after the list of all flows. Otherwise the connection to an
-// active gateway stays open for the changes.
-func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, once bool) {
+// copyFrom connects to another gateway and receives its flows, until the connection ends. If
+// listOnly is true, copyFrom ends the connection after the list of all flows. Otherwise the
+// connection to an active gateway stays open for the changes.
+func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, listOnly bool) {
 	config, expired := l.tlsConfig()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
@@ -195,7 +195,7 @@ func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, once bool) {
 		defer context.AfterFunc(expired, func() { conn.Close() })()
 		secure := tls.Client(conn, config)
 		if err = secure.HandshakeContext(dialing); err == nil {
-			r := receiver{k: l.k, from: addr, once: once}
+			r := receiver{k: l.k, from: addr, listOnly: listOnly}
 			extend := func() { _ = conn.SetReadDeadline(time.Now().Add(readTimeout)) }
 			extend()
 			err = r.receive(secure, extend)

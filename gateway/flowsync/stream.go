@@ -108,7 +108,7 @@ func (w writer) parcel(one parcel) {
 }
 
 // receive reads a stream into r. It returns an error when the stream ends, or nil after the first
-// list if r.once is set. It calls beat after each frame.
+// list if r.listOnly is set. It calls beat after each frame.
 func (r *receiver) receive(from io.Reader, beat func()) error {
 	incomplete := false // part of a packet has arrived
 	defer func() {
@@ -148,7 +148,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 				r.flow(peer, natengine.FlowFrom(flows), kind == frameEnded)
 			}
 		case kind == frameEnd && len(rest) == 0:
-			if r.end(); r.once {
+			if r.end(); r.listOnly {
 				return nil
 			}
 		case kind == frameBeat && len(rest) == 0:
@@ -156,7 +156,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 		case kind == framePacket && len(rest) > 1 && r.active && len(r.parcel)+len(rest)-1 <= maxParcel:
 			r.parcel = append(r.parcel, rest[1:]...)
 			if rest[0] < continues {
-				if !r.once {
+				if !r.listOnly {
 					r.k.receiveRelayed(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
 				}
 				r.parcel, incomplete = nil, false

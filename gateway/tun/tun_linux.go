@@ -106,7 +106,7 @@ type Device struct {
 var _ datapath.Link = (*Device)(nil)
 
 // Open creates an interface with the given MTU, in octets, in the network namespace of the
-// calling thread. The interface stays in this namespace, whichever thread uses it later. name
+// calling thread. The interface stays in this namespace, even if another thread uses it later. name
 // has at most 15 octets; the kernel replaces a "%d" in it. Open disables multicast and does
 // not bring the interface up. Close removes the interface.
 func Open(name string, mtu int, o Options) (*Device, error) {
@@ -224,13 +224,13 @@ func probeOffloads(fd int, o Options) (Offloads, error) {
 
 // Read reads one packet into p, after its virtio header; see datapath.Link. Only one goroutine
 // may read.
-func (d *Device) Read(p []byte, wait bool) (int, error) {
+func (d *Device) Read(p []byte, mayBlock bool) (int, error) {
 	if len(p) == 0 {
 		return 0, fmt.Errorf("tun %s: read: %w", d.name, unix.EINVAL)
 	}
 	d.readBuf = p
 	var err error
-	if wait {
+	if mayBlock {
 		err = d.raw.Read(d.readWait)
 	} else {
 		// This read bypasses the poller, because a deadline that Wake has set must not hide a

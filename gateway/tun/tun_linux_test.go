@@ -93,7 +93,7 @@ func (w *wire) fromKernel(d *Device, link *memlink.Link) {
 	}
 }
 
-// toKernel writes each packet in several pieces, as runs are written.
+// toKernel writes each packet as several buffers, as the gateway writes runs.
 func (w *wire) toKernel(d *Device, link *memlink.Link) {
 	p := make([]byte, packet.VirtioHeaderLen+65535)
 	for {
@@ -429,7 +429,7 @@ func TestReadAndWriteDoNotAllocate(t *testing.T) {
 		readAll()
 	})
 	for end := time.Now().Add(time.Minute); answers < 100 && time.Now().Before(end); readAll() {
-		time.Sleep(time.Millisecond) // until the kernel has had time to answer
+		time.Sleep(time.Millisecond) // gives the kernel time to answer
 	}
 	if allocs != 0 {
 		t.Errorf("%v allocations per write, read and empty read: want 0", allocs)

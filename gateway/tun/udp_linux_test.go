@@ -28,7 +28,7 @@ type end struct {
 	conn   *net.UDPConn
 	at     netip.AddrPort // address of conn, as the other end sees it
 
-	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither single nor super
+	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither one datagram nor a superpacket
 }
 
 // newEnd makes an end whose kernel has the address addr. pods is the network of its pods, and seen
@@ -181,10 +181,10 @@ func (e *end) receive(t *testing.T, sent []byte, size int) (joined int) {
 	return joined
 }
 
-// A program sends with UDP_SEGMENT. The datagrams must leave its kernel as one superpacket,
-// pass two prefix maps, be cut and joined, and enter the other kernel as one superpacket.
-// There a program must receive exactly the same datagrams by UDP_GRO, in few messages. Both
-// clusters use the same addresses.
+// A program sends with UDP_SEGMENT. The datagrams must leave its kernel as one superpacket, be
+// translated, segmented, joined and translated again, and enter the other kernel as one
+// superpacket. There a program must receive exactly the same datagrams by UDP_GRO, in few messages.
+// Both clusters use the same addresses.
 func TestUDPSuperpacketsPassBetweenTwoKernels(t *testing.T) {
 	for name, c := range map[string]struct{ addrA, podsA, seenA, addrB, podsB, seenB string }{
 		"IPv4": {"10.8.0.5", "10.8.0.0/24", "10.61.7.0/24", "10.8.0.9", "10.8.0.0/20", "10.72.16.0/20"},

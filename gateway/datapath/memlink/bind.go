@@ -109,9 +109,9 @@ func (b *Bind) Listen(port uint16) ([]func(*bind.Batch, bool) error, uint16, err
 	if err != nil {
 		return nil, 0, err
 	}
-	receive := func(batch *bind.Batch, wait bool) error {
+	receive := func(batch *bind.Batch, mayBlock bool) error {
 		batch.More = batch.Space() == nil
-		if batch.More || !wait && len(b.queue) == 0 {
+		if batch.More || !mayBlock && len(b.queue) == 0 {
 			return nil
 		}
 		n, err := b.receive(closed, conn.IdealBatchSize, func(_ int, d *datagram) (more bool) {

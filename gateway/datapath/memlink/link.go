@@ -87,7 +87,7 @@ func (l *Link) Dropped() uint64 { return l.dropped.Load() }
 func (l *Link) OnReceive(f func(bufs [][]byte) error) { l.receive.Store(&f) }
 
 // Read implements datapath.Link.
-func (l *Link) Read(p []byte, wait bool) (int, error) {
+func (l *Link) Read(p []byte, mayBlock bool) (int, error) {
 	select {
 	case <-l.closed:
 		return 0, os.ErrClosed
@@ -98,7 +98,7 @@ func (l *Link) Read(p []byte, wait bool) (int, error) {
 		return l.take(p, b)
 	default:
 	}
-	if !wait {
+	if !mayBlock {
 		return 0, datapath.ErrAgain
 	}
 	select {
