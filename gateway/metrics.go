@@ -51,7 +51,7 @@ var (
 
 	familyInfo       = gauge("peer_info", "Always 1; the labels have the name and the ID of the peer.", "peer", "name")
 	familyUp         = gauge("peer_up", "1 if the peer answers the connection check.", "peer")
-	familyReason     = gauge("peer_reason", "1 for the reason why packets do not pass in both directions, or only with a smaller MTU (NarrowPath); no series without a problem.", "peer", "reason")
+	familyReason     = gauge("peer_reason", "1 for the reason why packets do not pass in both directions, or why they pass only with a smaller MTU (NarrowPath); no series without a problem.", "peer", "reason")
 	familyRxBytes    = counter("peer_receive_bytes_total", "Octets of IP packets from the peer.", "peer")
 	familyRxPackets  = counter("peer_receive_packets_total", "IP packets from the peer.", "peer")
 	familyTxBytes    = counter("peer_transmit_bytes_total", "Octets of IP packets to the peer.", "peer")
@@ -76,7 +76,7 @@ var (
 	familyInBandRx      = counter("peer_in_band_receive_bytes_total", "Octets from the peer in connections between managers and API servers in the tunnel.", "peer")
 	familyInBandTx      = counter("peer_in_band_transmit_bytes_total", "Octets to the peer in connections between managers and API servers in the tunnel.", "peer")
 	familyInBandRefused = counter("peer_in_band_refused_total", "Connections between managers and API servers in the tunnel that were refused, by reason: too many, or too many a second (connections); our API server cannot be reached (api_server); the peer's gateway refuses (peer); the tunnel is down (tunnel).", "peer", "reason")
-	familyInBandUnknown = counter("in_band_strangers_total", "Connections to the port for our manager that were refused, because the client lacks the gateways' key or its request is invalid.")
+	familyInBandUnknown = counter("in_band_strangers_total", "Refused connections to the gateway's port for the manager: the client lacks the gateways' key, or its request is invalid.")
 
 	familyRTTs    = families.Histogram("probe_rtt_seconds", "Round trips of the connection check, of all peers.")
 	familyRepairs = counter("kernel_changes_total", "Links, routes, rules, neighbours and sysctls set because they were missing or different.")

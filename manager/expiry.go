@@ -131,7 +131,7 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, owner string) error {
 	for _, id := range e.For {
 		if before.Mapped(id, e.IP) && !after.Mapped(id, e.IP) {
 			x.expired.Add(1)
-			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.Kind, "is", owner, "peer", id, "askedFor", before.Requesters(id, e.IP))
+			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.Kind, "is", owner, "peer", id, "requesters", before.Requesters(id, e.IP))
 		}
 	}
 	return nil

@@ -164,7 +164,7 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 		t.Errorf("%d expired, want 4", n)
 	}
 	for _, logged := range []string{"endpoint=10.9.7.1 was=pod", "endpoint=172.30.0.1 was=node", "endpoint=172.16.17.1 was=\"peer q\"", "was=service",
-		"peer=p askedFor=\"[certificate CN=kubelet]\""} {
+		"peer=p requesters=\"[certificate CN=kubelet]\""} {
 		if !strings.Contains(a.log.String(), logged) {
 			t.Errorf("%s is not in the log:\n%s", logged, a.log.String())
 		}

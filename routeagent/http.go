@@ -231,13 +231,13 @@ func Families() []*metric.Family { return families.Families() }
 var (
 	familyReady    = families.Gauge("route_agent_ready", "1 if the desired state is applied.")
 	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When the desired state was last applied completely; no series before the first time.")
-	familyProblems = families.Gauge("route_agent_problems", "Objects that were refused in whole or in part, and functions that rules of other programs break.")
+	familyProblems = families.Gauge("route_agent_problems", "Problems that the agent reports, such as API objects that are refused in whole or in part, and features that rules of other programs break.")
 	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets get lost there in at least one direction although the underlay works; no series while this is unknown.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Desired kernel objects, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because another program had changed them.")
 	familyDropped  = families.Counter("filter_drops_total", "Packets that the packet filter of the node dropped, by reason, since its table was made.", "reason")
 	familyARP      = families.Counter("node_arp_failures_total", "Counters of the ARP table of the node's kernel, which all network namespaces share, by reason: unanswered (addresses for which nobody answered, for example because a peer sends to an address of the PodCIDR that no pod has; packets that waited were dropped), no_room (packets dropped because too many waited for the same address) or table_full (packets dropped because the table was full).", "reason")
-	familyRefused  = families.Counter("route_agent_asks_refused_total", "Datagrams to the node's vote (UDP 4801) that were refused, by reason; unread: dropped by the kernel in a flood. No series where nodes do not vote.", "reason")
+	familyRefused  = families.Counter("route_agent_asks_refused_total", "Datagrams to the node's vote (UDP 4801) that were refused, by reason; unread means that the kernel dropped them in a flood. No series where nodes do not vote.", "reason")
 	familyErrors   = families.Counter("route_agent_apply_errors_total", "Attempts to apply the desired state that failed, in whole or in part.")
 )
 

@@ -46,10 +46,10 @@ func (s OverlayStatus) fails() (since time.Time, broken bool) {
 // problem describes the failure in a sentence for users.
 func (s OverlayStatus) problem() string {
 	if !s.Broken {
-		return fmt.Sprintf("packets of this node's pods reach the gateway at %v over the overlay, but none comes back (noticed at %s): while peers are connected, something between the gateway's node and this one drops VXLAN in that direction; allow UDP %d between nodes",
+		return fmt.Sprintf("packets of this node's pods reach the gateway at %v over the overlay, but no packets come back (noticed at %s): if peers are connected, the network from the gateway's node to this node drops VXLAN; allow UDP %d between nodes",
 			s.Gateway, s.Back.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 	}
-	return fmt.Sprintf("this node reaches the gateway at %v over the underlay, but not over the overlay (noticed at %s): something between this node and the gateway's node drops VXLAN; allow UDP %d between nodes",
+	return fmt.Sprintf("this node reaches the gateway at %v over the underlay, but not over the overlay (noticed at %s): the network between this node and the gateway's node drops VXLAN; allow UDP %d between nodes",
 		s.Gateway, s.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 }
 

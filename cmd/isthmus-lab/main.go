@@ -35,9 +35,9 @@ func newRootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:   "isthmus-lab",
 		Short: "Make clusters of network namespaces on this machine (root)",
-		Long: `Make clusters of network namespaces on this machine: nodes, pods, an underlay and a
-gateway for each cluster, joined with each other. Nothing outside the namespaces changes.
-A lab exists until "isthmus-lab down" or a reboot.
+		Long: `Make clusters of network namespaces on this machine: nodes, pods and a gateway for
+each cluster, and an underlay that connects the gateways. Nothing outside the
+namespaces changes. A lab exists until "isthmus-lab down" or a reboot.
 
 ` + cli.ExitCodes,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },

@@ -17,12 +17,12 @@ func newDiagnoseCommand() *cobra.Command {
 		Use:   "diagnose [PEER]",
 		Short: "Find the first broken hop on the path to a peer",
 		Long: `Check the path between a cluster and a peer hop by hop: manager, gateway and route agents
-of the cluster, its identity at the peer, the exchange of networks, the tunnel. Name the
-first broken hop and its remedy. PEER is the name of a Peering or of the other cluster;
-without it all peerings are checked.
+of the cluster, its credentials for the peer, the exchange of networks, and the tunnel.
+Name the first broken hop and its remedy. PEER is the name of a Peering or of the other
+cluster; without it all peerings are checked.
 
-With --remote-context, or --remote-kubeconfig, the other side is checked too.
-It often has the reason, because a side that receives nothing cannot see why.
+With --remote-context, or --remote-kubeconfig, the other side is checked too,
+because a side that receives nothing cannot see why.
 
 The exit code is 0 if every hop works, 1 if one is broken or unknown, and 2 if a
 cluster could not be reached. If only the other cluster could not be

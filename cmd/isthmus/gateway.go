@@ -35,8 +35,8 @@ key. If it was active in the last ten minutes, it uses them until the API server
 answers.
 
 With --config it needs no cluster: it reads a directory with gateway.yaml and with
-TunnelEndpoint and NatMapping objects as "kubectl get -o yaml" prints them. A changed
-file does not disturb other peers. A broken file is reported, and the last good
+TunnelEndpoint and NatMapping objects as "kubectl get -o yaml" prints them. A change
+to one peer does not disturb the others. A broken file is reported, and the last good
 configuration stays in force.
 
 SIGTERM removes the gateway's objects from the kernel, except the routes that refuse

@@ -85,7 +85,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.BoolVar(&k.hostNetwork, "host-network", false, "the Pod has hostNetwork: true; the gateway creates its own network namespace on the node")
 	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")
 	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long a rotation waits for peers that do not use the published new key yet, at least 1h; 0: without limit")
-	f.BoolVar(&k.votes, "votes", false, "let nodes vote on which gateway is active, if there are at least three")
+	f.BoolVar(&k.votes, "votes", false, "let nodes vote on which gateway is active, if the cluster has at least three nodes")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "directory for the private key and the configuration, which a restarted gateway uses until the API server answers; empty disables it")
 }
 

@@ -33,8 +33,8 @@ func newInstallCommand() *cobra.Command {
 		Short: "Install Isthmus in a cluster, or upgrade it",
 		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
 ServiceAccount with the least rights for each component, the ID and name by which
-peers know the cluster, and the components. It detects
-the pods' network, prints where it found it, and waits until the components run.
+peers know the cluster, and the components. The command detects the pods' network,
+prints the source of this value, and waits until the components run.
 
 It applies the Helm chart of Isthmus: --values and --set take its values, and the other
 flags are shorthands for some of them. The cluster stores the values, so repeating the

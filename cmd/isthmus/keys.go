@@ -40,8 +40,8 @@ func newPubkeyCommand() *cobra.Command {
 		Short: "Read a WireGuard private key and print its public key",
 		Long: `Read a WireGuard private key and print its public key. A gateway with several tunnels
 derives a key for each tunnel from the private key. --tunnels prints their public keys in
-order, one a line. Give peers the first as publicKey, and the others with their ports as
-tunnels: "PORT:KEY,PORT:KEY".`,
+order, one a line. In the backend_config of the peers' TunnelEndpoints, the first is
+publicKey, and the others, with their ports, are tunnels: "PORT:KEY,PORT:KEY".`,
 		Example: "  isthmus pubkey < private.key",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -26,15 +26,16 @@ func newPeerCommand() *cobra.Command {
 
 In each cluster the command creates a namespace for the peering, a ServiceAccount that
 the other cluster may use only for its NetworkConfig in that namespace, a Secret with
-the identity at the other cluster, and a Peering. When repeated, it restores missing
-objects and renews a revoked identity. If a different cluster has the ID and name of one
-that was peered before, the command refuses it.
+the identity (the credentials for the other cluster), and a Peering. When repeated, it
+restores missing objects and renews a revoked identity. If a different cluster has the ID
+and name of one that was peered before, the command refuses it.
 
 At the end it shows for each network whether the other side uses it unchanged or
-remaps it, and why. If a peer later advertises other networks and would get new addresses,
-the agreed networks stay in force until you agree. With the NAME of a Peering or of the other
-cluster, the command shows the changed networks, and needs only this cluster. --consent agrees
-to exactly these networks, and fails if the peer has changed them meanwhile.
+remaps it, and why. If a peer later advertises other networks, and its pods would get new
+addresses here, the old networks stay in force until you agree. With the NAME of a Peering
+or of the other cluster, the command shows the changed networks, and needs only this
+cluster. --consent agrees to exactly these networks, and fails if the peer has changed
+them meanwhile.
 
 The exit code is 1 if the clusters were not joined in time, or if changed networks wait for
 consent. The command prints what is missing, and on which side.`,
@@ -152,7 +153,7 @@ type claimFlags struct {
 func (f *claimFlags) add(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.allowed, "allow-claim", nil,
-		"public network that this cluster accepts from the other one unchanged (spec.claims.allowed)")
+		"public network that this cluster need not remap if the other cluster advertises it (spec.claims.allowed)")
 	flags.BoolVar(&f.alwaysRemap, "always-remap", false, "this cluster remaps both networks of the other one (spec.claims.alwaysRemap)")
 	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly these networks of the other cluster (spec.claims.consent)")
 }

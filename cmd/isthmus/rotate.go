@@ -28,9 +28,9 @@ second, until its manager has read the new key. If the manager cannot publish th
 a peer, that peer stays out of reach. A gateway that is cut off from its API server
 accepts the old key until it reads the Secret.
 
-Use --abort to drop the new key while no peer knows it, for example if a gateway does
-not accept it. Later it is not possible: a peer that has switched no longer accepts
-the old key.`,
+Use --abort to drop the new key, for example because a gateway rejects it. You can abort
+only while no peer knows the new key, because a peer that has switched no longer accepts
+the old one.`,
 		Example:           "  isthmus rotate-key --context paris --wait 5m",
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,

@@ -47,9 +47,9 @@ everything stays in place.
 
 It writes one object, the NodeNetworks of its node, which reports
 - the networks and DNS servers that the node reaches. The manager allocates them to no peer;
-- which NetworkAllocations the node has read (a resourceVersion): it refuses all
-  networks in them. The manager waits for this, up to five seconds, before it publishes
-  a network.
+- which NetworkAllocations the node has read (a resourceVersion). On this
+  node, no packet for the networks in them can bypass the tunnel. The manager waits for
+  this report, up to five seconds, before it publishes a network.
 
 The agent restores its kernel objects within a second. As soon as a network is allocated
 to a peer, the node refuses packets for it that cannot use the tunnel. The node continues

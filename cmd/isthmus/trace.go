@@ -29,11 +29,11 @@ With a kubeconfig, the command computes the path from the cluster's objects: the
 node, the gateway, the tunnel, and the path of the answer. With --remote-context it
 includes the other cluster. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
 svc/NAMESPACE/NAME; svc means the first ready endpoint of that Service. SRC is in this
-cluster. With --remote-context, a name in DST is one of the other cluster. DST may also
+cluster. With --remote-context, a name in DST is in the other cluster. DST may also
 be the name in clusterset.local of a Service that this cluster imports. The first line
 then shows the chosen endpoint, and the number of endpoints in each cluster. The command
-chooses an endpoint of the other cluster if there is one, otherwise one of any peer, and
-last one of this cluster.
+prefers endpoints of the other cluster, then those of any peer, then those of this
+cluster.
 
 With --gateway or --address, the command queries the gateway on this machine. The answer
 includes its NAT flows. With --config it reads the configuration in a directory instead.

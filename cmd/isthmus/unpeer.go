@@ -23,12 +23,12 @@ objects here. Then the command deletes the Peerings, and the managers remove the
 objects. Last, the command deletes the remaining rights, identities and namespaces. If the
 two clusters are not peered, the command succeeds; an unknown NAME is an error.
 
-A manager waits for the other cluster's API server, so that none of our objects remain
-there. With --force it does not wait, and reports what may remain. If no manager runs,
---force does the manager's work.
+A manager waits for the other cluster's API server, so that none of its own
+cluster's objects remain there. With --force it does not wait, and reports what may
+remain. If no manager runs, --force does the manager's work.
 
-For 24 hours, nodes still refuse the networks of the other cluster, and no other cluster
-gets them.`,
+For 24 hours, nodes still refuse packets for the networks of the former peer, and no other
+peer gets these networks.`,
 		Example:           "  isthmus unpeer --context paris --remote-context oslo\n  isthmus unpeer --context paris oslo --force",
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),

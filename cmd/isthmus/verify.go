@@ -29,7 +29,7 @@ namespace of the installation: on the node of the active gateway and on another 
 the pod network and in the host network. Each Pod sends ICMP, UDP and TCP to every Pod of
 the other cluster, with sizes from small to beyond the MTU. In addition, the Pods
 of each cluster test at most 16 targets of each of these kinds:
-- addresses of the other cluster's mapped endpoints, which are not pods, by ping;
+- mapped endpoints of the other cluster, such as nodes, which are not pods, by ping;
 - TCP ports of their own cluster's Services that have endpoints in the other cluster, by
   address and by name;
 - names in clusterset.local of Services imported from the other cluster, at the first TCP

@@ -185,7 +185,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 			if o := found.Broken[n.Name]; o != nil {
 				format := "reports that it reaches the gateway at %s over the underlay, but not over the overlay (noticed at %s); allow UDP %d between nodes"
 				if o.Back {
-					format = "reports that its packets reach the gateway at %s over the overlay, but none comes back (noticed at %s); allow UDP %d between nodes, in both directions"
+					format = "reports that its packets reach the gateway at %s over the overlay, but no packets come back (noticed at %s); allow UDP %d between nodes, in both directions"
 				}
 				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(format, safetext.Of(o.Gateway), safetext.Of(o.Since), kernel.OverlayPort)
 			}

@@ -67,7 +67,7 @@ func TestNodesWithoutAWorkingAgentAreListed(t *testing.T) {
 	reports[2].Name, reports[2].Spec.BrokenOverlay.Back = "n3", true
 	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and reports that it reaches the gateway at 10.0.0.9 over the underlay, but not over the overlay (noticed at 2026-11-22T12:00:00Z); " +
 		"allow UDP 4800 between nodes",
-		"Node n3: Pod a3 reports that its packets reach the gateway at 10.0.0.9 over the overlay, but none comes back (noticed at 2026-11-22T12:00:00Z); " +
+		"Node n3: Pod a3 reports that its packets reach the gateway at 10.0.0.9 over the overlay, but no packets come back (noticed at 2026-11-22T12:00:00Z); " +
 			"allow UDP 4800 between nodes, in both directions", "Node n5: Pod a5 is Pending"}
 	for _, tc := range []struct {
 		name  string

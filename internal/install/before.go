@@ -138,7 +138,7 @@ func checkConflicts(ctx context.Context, c *cluster.Cluster, objects []*unstruct
 			}
 			want, _, _ := unstructured.NestedMap(u.Object, "spec", "selector")
 			if selector, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(selector, want) {
-				return fmt.Errorf("%s: %s: the immutable spec.selector is %v instead of %v, so it is not ours; delete it first, or run the components yourself (--without-workloads)",
+				return fmt.Errorf("%s: %s: the immutable spec.selector is %v instead of %v, so Isthmus did not install it; delete it first, or run the components yourself (--without-workloads)",
 					c, cluster.Describe(u), selector, want)
 			}
 		case "Service":

@@ -334,7 +334,7 @@ var DropReasons = []struct{ Reason, Explain string }{
 	{"overlay_source", "the source of a packet to the overlay's port is neither a node nor a gateway, or is not reachable by the device on which the packet arrived"},
 	{"overlay_port", "a pod or a peer sends to the overlay's port"},
 	{"bridged_overlay_port", "a pod on a bridge sends to a gateway's overlay port, possibly with VLAN tags"},
-	{"overlay_stranger", "not exactly one address of a packet in the overlay belongs to a peer"},
+	{"overlay_stranger", "both addresses of a packet in the overlay belong to peers, or neither does"},
 }
 
 // A FilterSet is a set of a table. The fields have the terms of nft(8).

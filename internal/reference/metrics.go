@@ -27,8 +27,8 @@ component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule
 A counter of drops, events or results has no series before the first one. A timestamp has none before its event.
 A metric of a peer exists as long as the peer is configured. "Receive" and "inbound" mean from the
 tunnel, "transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name.
-There is no CPU time by peer, because all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` has that of the gateway, which the
-dashboard divides by packets.
+There is no CPU time by peer, because all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` is the CPU time of the whole gateway.
+The dashboard divides it by packets.
 
 `)
 	for _, c := range []struct {
@@ -55,7 +55,8 @@ dashboard divides by packets.
 		}
 		b.WriteByte('\n')
 	}
-	b.WriteString("## Reasons of isthmus_drops_total\n\n| reason | meaning |\n| --- | --- |\n")
+	b.WriteString("## Reasons of isthmus_drops_total\n\nThe in-process endpoint is the gateway itself as a destination in the tunnel: it answers the connection check,\n" +
+		"and carries the connections between managers and API servers (spec.inBand).\n\n| reason | meaning |\n| --- | --- |\n")
 	for _, r := range natengine.Drops() {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", r, r.Explain())
 	}

@@ -114,7 +114,7 @@ func conditions(root string) (string, error) {
 	}
 	flush()
 	for _, kind := range []struct{ title, about, condition, reasons string }{
-		{"NetworkConfig", "Written by the receiver into its copy of the sender's NetworkConfig. The original gets the condition with the status.", "ConditionAccepted", "Reason"},
+		{"NetworkConfig", "Written by the receiver into its copy of the sender's NetworkConfig.", "ConditionAccepted", "Reason"},
 		{"TunnelEndpoint", "Written by the active gateway.", "ConditionConnected", "Cause"},
 	} {
 		fmt.Fprintf(&b, "## %s\n\n%s\n\n", kind.title, kind.about)
@@ -159,7 +159,7 @@ func gatewayFile(root string) (string, error) {
 			name, _, _ := strings.Cut(reflect.StructTag(tag).Get("json"), ",")
 			text := line(field.Comment)
 			if text == "" {
-				text = strings.TrimPrefix(line(field.Doc), field.Names[0].Name+" ")
+				text = strings.TrimPrefix(strings.TrimPrefix(line(field.Doc), field.Names[0].Name+" "), "is ")
 			}
 			var kind string
 			switch id, _ := field.Type.(*ast.Ident); id.Name {

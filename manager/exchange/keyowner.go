@@ -282,7 +282,7 @@ func KeyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkCon
 		return "", nil
 	}
 	id := first.Spec.ClusterIdentity
-	return fmt.Sprintf("%s (%s) has it, by TunnelEndpoint %s/%s", id.ClusterName, id.ClusterID, first.Namespace, first.Name), nil
+	return fmt.Sprintf("%s (%s) has this key, in TunnelEndpoint %s/%s", id.ClusterName, id.ClusterID, first.Namespace, first.Name), nil
 }
 
 // standing ranks a copy: 2 if we accepted its present content, 1 if we accepted earlier content, 0

@@ -147,7 +147,7 @@ func conditionsFor(s peeringState) map[string]condition {
 
 func readyCondition(s peeringState, conditions map[string]condition) condition {
 	if !s.peering.DeletionTimestamp.IsZero() {
-		return no(isthmus.ReasonUnpeering, "waiting for %s", cmp.Or(s.waiting, "the rest to be removed"))
+		return no(isthmus.ReasonUnpeering, "waiting for %s", cmp.Or(s.waiting, "the remaining objects to be removed"))
 	}
 	apart := "" // the reason why the clusters cannot exchange changes, or ""
 	for _, step := range steps {
@@ -358,13 +358,13 @@ func connectedCondition(s peeringState) condition {
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; if the problem lasts longer than three minutes, upgrade the gateways, because older versions use no preshared key")
 	case c.Status == v1alpha1.Connected && s.key.fieldsProblem() != "":
-		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.fieldsProblem())
+		return yes(isthmus.ReasonConnected, "the gateway receives answers from the peer; "+s.key.fieldsProblem())
 	case c.Status == v1alpha1.Connected:
-		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
+		return yes(isthmus.ReasonConnected, "the gateway receives answers from the peer")
 	case c.Status == v1alpha1.Connecting:
 		return no(isthmus.ReasonConnecting, "the gateway waits for the peer at %s", endpoint)
 	case c.Status == v1alpha1.ConnectionError:
-		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.peerName(), endpoint, plain(c.StatusMessage))
+		return no(isthmus.ReasonLost, "the gateway receives no answers from %s at %s: %s", s.peerName(), endpoint, plain(c.StatusMessage))
 	}
 	return no(isthmus.ReasonNoGateway, "no gateway has written a status of the TunnelEndpoint yet")
 }

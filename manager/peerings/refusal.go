@@ -123,7 +123,7 @@ func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem s
 		problem = changes
 	}
 	if s.keyOwner != "" && reason == v1alpha1.ReasonKeyConflict {
-		problem += " (" + s.keyOwner + ")"
+		problem += "; " + s.keyOwner
 	}
 	return s.refused(what, problem, s.remedyHere(nc, reason))
 }

@@ -44,9 +44,9 @@ func TestRefusalMessagesNameTheRequestAndTheRemedy(t *testing.T) {
 	}{
 		{"a key that another peer has", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer")(s)
-			s.keyOwner = "charlie (c) has it, by TunnelEndpoint tenant-c/charlie"
+			s.keyOwner = "charlie (c) has this key, in TunnelEndpoint tenant-c/charlie"
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict,
-			requests + "spec.backend_config.publicKey: is the key of another peer (charlie (c) has it, by TunnelEndpoint tenant-c/charlie)" + stays +
+			requests + "spec.backend_config.publicKey: is the key of another peer; charlie (c) has this key, in TunnelEndpoint tenant-c/charlie" + stays +
 				"bravo has to replace the key of its gateway: isthmus rotate-key --now there, or, if it runs Liqo, delete its Secret wireguard-pubkey and restart its gateway and its network manager"},
 		{"a key of low order", weRefuse(v1alpha1.ReasonInvalid, "spec.backend_config.publicKey: is a point of low order"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonInvalid,
@@ -133,7 +133,7 @@ func TestRefusalMessagesNameTheRequestAndTheRemedy(t *testing.T) {
 		{"the gateway cannot reach it", func(s *peeringState) {
 			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "gw.example.org is 10.244.0.7, inside our PodCIDR"}
 		}, isthmus.ConditionConnected, isthmus.ReasonLost,
-			"the gateway does not hear " + who + " at gw.example.org:31000: gw.example.org is 10.244.0.7, inside our PodCIDR"},
+			"the gateway receives no answers from " + who + " at gw.example.org:31000: gw.example.org is 10.244.0.7, inside our PodCIDR"},
 		{"a node in its network", func(s *peeringState) {
 			s.overlaps = []string{"PodCIDR of peer b, 10.246.0.0/18 here, overlaps a node, 10.246.1.5/32 (status.addresses of Node n1)"}
 		}, isthmus.ConditionReady, isthmus.ReasonOverlap,
@@ -210,7 +210,7 @@ func TestRefusalNamesTheOwnerOfTheKeyOrAddress(t *testing.T) {
 		Reason: v1alpha1.ReasonKeyConflict, Message: "spec.backend_config.publicKey: is the key of another peer"})
 	w.OK(w.API().Status().Update(w.Ctx, theirs))
 	p.WaitForReason(isthmus.ConditionReady, v1alpha1.ReasonKeyConflict)
-	want := "(" + owner.Cluster.ClusterName + " (" + owner.Cluster.ClusterID + ") has it, by TunnelEndpoint " + owner.NS + "/o)"
+	want := owner.Cluster.ClusterName + " (" + owner.Cluster.ClusterID + ") has this key, in TunnelEndpoint " + owner.NS + "/o"
 	w.Until("the condition says "+want, func() bool {
 		w.stub.report(p.Cluster.ClusterID, replicated) // another event, because the cache may get the owner's TunnelEndpoint late
 		return strings.Contains(p.Message(isthmus.ConditionPeerConfig), want)

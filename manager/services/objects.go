@@ -65,7 +65,7 @@ func (e existing) foreign() string {
 		return "the ServiceImport of this name belongs to another implementation of the Multi-Cluster Services API"
 	}
 	if e.service != nil && (e.service.Labels[LabelService] != e.key.Name || e.service.Spec.ClusterIP == corev1.ClusterIPNone) {
-		return "Service " + e.service.Name + " is not ours"
+		return "the importing cluster has a Service " + e.service.Name + " that Isthmus did not create"
 	}
 	return ""
 }
@@ -82,7 +82,9 @@ func (e existing) ours() existing {
 // errForeign is the name of a foreign EndpointSlice. One of our EndpointSlices needs the same name.
 type errForeign string
 
-func (e errForeign) Error() string { return "EndpointSlice " + string(e) + " is not ours" }
+func (e errForeign) Error() string {
+	return "the importing cluster has an EndpointSlice " + string(e) + " that Isthmus did not create"
+}
 
 // remove deletes our objects.
 func (c *Controller) remove(ctx context.Context, have existing) (err error) {

@@ -159,7 +159,7 @@ const (
 	// IdentityReady
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
 	ReasonSecretMissing    = "SecretMissing" // the Secret does not exist, or the manager may not read it
-	ReasonSecretInvalid    = "SecretInvalid" // the Secret has neither a kubeconfig nor Liqo's identity
+	ReasonSecretInvalid    = "SecretInvalid" // the Secret has neither a kubeconfig nor an identity in Liqo's format
 	ReasonNotRenewed       = "NotRenewed"    // the server answers, so the condition is True, but our token is not renewed and will expire; the message has the reason
 	ReasonUnauthorized     = "Unauthorized"  // the identity is revoked or expired
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has this reason, too, but is True while traffic flows
@@ -185,8 +185,7 @@ const (
 	ReasonInvalid = "Invalid" // the answers of the two sides contradict each other
 	ReasonWaiting = "Waiting" // one side has not answered yet
 
-	// Connected: the reasons of the condition Connected of a TunnelEndpoint (net.Causes), or one
-	// of these
+	// Connected: the reasons of the condition Connected of a TunnelEndpoint, or one of these
 	ReasonConnecting = "Connecting" // configured moments ago; no answer yet
 	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has

@@ -398,7 +398,7 @@ func (t legacyTable) replace(b []byte, kept []int) error {
 	binary.NativeEndian.PutUint64(b[88:], uint64(uintptr(unsafe.Pointer(&old[0]))))
 	if err := unix.SetsockoptString(fd, unix.SOL_IP, iptSetReplace, string(b)); err != nil {
 		if errors.Is(err, unix.EAGAIN) {
-			return fmt.Errorf("%w without the lock: %w", errBusy, err)
+			return fmt.Errorf("%w without the lock %s: %w", errBusy, legacyLock, err)
 		}
 		return fmt.Errorf("replacing the table filter of iptables-legacy: %w", err)
 	}

@@ -157,7 +157,7 @@ func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	if err == nil {
 		args = []any{"address", at.Name, "process", holder.Pid, "user", holder.Uid}
 	}
-	log.Error("another user's process holds the lock of this network namespace; continuing without it", args...)
+	log.Error("another user's process holds the lock of this network namespace; continuing without the lock", args...)
 	return io.NopCloser(nil), nil
 }
 

@@ -299,7 +299,7 @@ func (l *loader) decodeProblem(origin fabric.Origin, position string, err error)
 	want := "an object"
 	switch wrong.Type.Kind() {
 	case reflect.String:
-		want = "a string (in quotes, if it looks like something else)"
+		want = "a string; put numbers, true and false in quotes"
 	case reflect.Slice:
 		want = "a list"
 	}

@@ -53,21 +53,21 @@ type GatewayFile struct {
 	ClusterID   string `json:"clusterID"`             // ID of our own cluster; a valid Kubernetes label value
 	ClusterName string `json:"clusterName,omitempty"` // only shown to people; may be empty
 
-	// PrivateKeyFile names the file with our WireGuard private key, in base64 as wg(8) prints it. A
-	// relative name is relative to the directory of the configuration.
+	// PrivateKeyFile is the name of the file with our WireGuard private key, in base64 as wg(8)
+	// prints it. A relative name is relative to the directory of the configuration.
 	PrivateKeyFile string `json:"privateKeyFile"`
 
-	// NextPrivateKeyFile names the file with the next private key while our key is being rotated.
-	// The gateway then responds to both keys. By default, there is no such file.
+	// NextPrivateKeyFile is the name of the file with the next private key while our key is being
+	// rotated. The gateway then responds to both keys. By default, there is no such file.
 	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
-	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
+	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP port of WireGuard, default 5871
 	Tunnels        int    `json:"tunnels,omitempty"`        // maximum number per peer, on UDP ports from listenPort upwards, default 1
 	MTU            MTU    `json:"mtu"`                      // MTU of the tunnel in octets, or "auto" (default)
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
-	// FlowLog is the file to which the gateway appends one line of JSON for each flow that opens,
+	// FlowLog is the name of the file to which the gateway appends one line of JSON for each flow that opens,
 	// closes or is refused; "-" is standard output. By default, there is no log.
 	FlowLog          string `json:"flowLog,omitempty"`
 	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one in this many flows, default 1

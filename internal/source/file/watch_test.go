@@ -116,7 +116,7 @@ func TestWatchReportsAnInvalidDirectoryOnce(t *testing.T) {
 		write(t, peers, "{ ")
 		w.expect(time.Minute)
 		write(t, peers, peerFile(1, "[]"))
-		w.expect(1500*time.Millisecond, `error: peers.yaml: TunnelEndpoint tenant/peer1: spec.endpointIP: is of type array; want a string (in quotes, if it looks like something else)`)
+		w.expect(1500*time.Millisecond, `error: peers.yaml: TunnelEndpoint tenant/peer1: spec.endpointIP: is of type array; want a string; put numbers, true and false in quotes`)
 		write(t, peers, peerYAML(1)) // back to the first content: the end of the error is a change, too
 		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
 

@@ -143,7 +143,7 @@ func (r *refresher) syncTunnels(ctx context.Context, secret *corev1.Secret, priv
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}, Field: "data." + keyring.FieldTunnels,
-		Message: fmt.Sprintf("lacks the public keys of %d additional tunnels, so peers cannot use these tunnels; writing them: %v", r.o.Tunnels-1, kubeerr.Plain("the API server", r.tunnelsErr))}}
+		Message: fmt.Sprintf("lacks the public keys of %d additional tunnels, so peers cannot use these tunnels; the public keys cannot be written: %v", r.o.Tunnels-1, kubeerr.Plain("the API server", r.tunnelsErr))}}
 }
 
 func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunnels string) error {

@@ -30,7 +30,7 @@ var (
 	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects are valid, 0 if an older configuration stays in force or there is none yet.")
 	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
-	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the previous one ended in order or gave up its votes), NotHeard (by the nodes that vote), Expired (its Lease), NoneActive, Resumed (after a restart), or Unknown.", "reason")
+	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the previous one ended in order or gave up its votes), NotHeard (the nodes that vote no longer heard the previous one), Expired (the Lease of the previous one expired), NoneActive, Resumed (after a restart), or Unknown.", "reason")
 	familyEpoch     = families.Gauge("gateway_epoch", "Epoch of the active gateway, as known to this gateway; each takeover increases it.")
 	familySince     = families.Gauge("gateway_active_since_timestamp_seconds", "When this gateway became active. A standby has no series.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
@@ -40,7 +40,7 @@ var (
 	familyKeyAge    = families.Gauge("gateway_key_age_seconds", "Age of the WireGuard private key. Only of the active gateway.")
 	familyRotating  = families.Gauge("gateway_key_rotation_age_seconds", "Age of the current rotation of the key; 0: there is none. Only of the active gateway.")
 	familyLaggards  = families.Gauge("gateway_key_laggards", "Peers without a session with the next key, while the key rotates. Only of the active gateway.")
-	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason; unread: dropped by the kernel in a flood.", "reason")
+	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason; unread means that the kernel dropped them in a flood.", "reason")
 )
 
 func newGatewayMetrics(g *Gateway) *gatewayMetrics {
