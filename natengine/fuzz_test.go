@@ -553,7 +553,7 @@ func (s *pieces) judge(t *testing.T) {
 		if p.FragmentOffset > 0 && whole.Proto == packet.TCP && p.FragmentOffset < 20 {
 			t.Fatalf("a fragment at %d lies in the TCP header", p.FragmentOffset)
 		}
-		if !slices.ContainsFunc(s.sent, func(sent packettest.Packet) bool { return became(sent, p) }) {
+		if !slices.ContainsFunc(s.sent, func(sent packettest.Packet) bool { return isTranslation(sent, p) }) {
 			t.Fatalf("no fragment that was sent can have become %+v", p)
 		}
 	}
@@ -564,14 +564,14 @@ func (s *pieces) judge(t *testing.T) {
 	}
 }
 
-// became reports whether p may be the translation of the fragment sent, in which only ports and
-// checksum may change.
-func became(sent, p packettest.Packet) bool {
-	if sent.FragmentID != p.FragmentID || sent.FragmentOffset != p.FragmentOffset || sent.More != p.More || len(sent.Transport) != len(p.Transport) ||
-		sent.TTL != p.TTL {
+// isTranslation reports whether p may be the translation of the fragment f. Only ports and checksum
+// may differ.
+func isTranslation(f, p packettest.Packet) bool {
+	if f.FragmentID != p.FragmentID || f.FragmentOffset != p.FragmentOffset || f.More != p.More || len(f.Transport) != len(p.Transport) ||
+		f.TTL != p.TTL {
 		return false
 	}
-	a, b := slices.Clone(sent.Transport), slices.Clone(p.Transport)
+	a, b := slices.Clone(f.Transport), slices.Clone(p.Transport)
 	if p.FragmentOffset == 0 {
 		sum := 6
 		if p.Proto == packet.TCP {

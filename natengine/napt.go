@@ -273,25 +273,25 @@ const (
 	allPorts  uint64 = 1<<64 - 1
 )
 
-// random returns the first free port that mask selects, from a random port in [first, last]
-// onwards. The search wraps around from last to first.
-func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
-	start := first + rand.Uint32N(last-first+1)
-	if p, ok := s.scan(start, last, mask); ok {
+// random returns a free port in [low, high] that mask selects: the first one at or after a randomly
+// chosen port. The search wraps around from high to low.
+func (s *portSet) random(low, high uint32, mask uint64) (uint16, bool) {
+	start := low + rand.Uint32N(high-low+1)
+	if p, ok := s.scan(start, high, mask); ok {
 		return p, true
 	}
-	if start == first {
+	if start == low {
 		return 0, false
 	}
-	return s.scan(first, start-1, mask)
+	return s.scan(low, start-1, mask)
 }
 
-// scan returns the first free port in [first, last] that mask selects.
-func (s *portSet) scan(first, last uint32, mask uint64) (uint16, bool) {
-	for at := first; at <= last; at = at&^63 + 64 {
+// scan returns the first free port in [low, high] that mask selects.
+func (s *portSet) scan(low, high uint32, mask uint64) (uint16, bool) {
+	for at := low; at <= high; at = at&^63 + 64 {
 		if free := (^s.taken[at/64] & mask) >> (at % 64); free != 0 {
 			p := at + uint32(bits.TrailingZeros64(free))
-			return uint16(p), p <= last
+			return uint16(p), p <= high
 		}
 	}
 	return 0, false

@@ -19,8 +19,8 @@ type hostTable struct {
 	live    int
 	free    uint32
 	quota   uint32 // maximum number of flows of a host
-	full    int    // number of hosts at the quota, among the hosts with numbers up to counted
-	counted uint32 // last host that full includes; math.MaxUint32 for all; see setHostQuota
+	full    int    // number of hosts at the quota, among the counted hosts
+	counted uint32 // highest number of a counted host; math.MaxUint32 if all are counted; see setHostQuota
 }
 
 // A host keeps its flows in a list: first those in the eviction queue, oldest first, then the
