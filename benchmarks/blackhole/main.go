@@ -139,8 +139,8 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 			if err := withLink(b.Nodes[0].Name, func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) }); err != nil {
 				return err
 			}
-			// A bridge takes the smallest MTU of its ports unless its own is set. With a smaller MTU, the
-			// router would send ICMP errors.
+			// A bridge takes the smallest MTU of its ports unless its own is set. With a smaller
+			// MTU, the router would send ICMP errors.
 			return withLink("br-b", func(l netlink.Link) error { return netlink.LinkSetMTU(l, wide) })
 		})
 	}
