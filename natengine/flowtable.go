@@ -88,8 +88,8 @@ func (t *flowTable) side(i uint32) *side {
 	return &slab[i>>chunkBits].sides[i%chunkSize]
 }
 
-// order returns the sequence number of a flow in its queues: the value of flowTable.entered
-// when it was enqueued.
+// order returns a pointer to the sequence number of a flow in its queues: the value of
+// flowTable.entered when it was enqueued.
 func (t *flowTable) order(i uint32) *uint32 {
 	slab := *t.slab.Load()
 	return &slab[i>>chunkBits].orders[i%chunkSize]

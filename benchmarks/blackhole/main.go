@@ -108,7 +108,7 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 	}
 	defer func() { err = errors.Join(err, l.Down()) }()
 	a, b := l.Clusters[0], l.Clusters[1]
-	for _, c := range l.Clusters { // segment superpackets here, because a veth pair passes them at any size
+	for _, c := range l.Clusters { // segment superpackets here, because a veth pair would pass them regardless of the MTU
 		if err := c.Nodes[0].Do(func() error {
 			return withLink("eth0", func(l netlink.Link) error { return netlink.LinkSetGSOMaxSegs(l, 1) })
 		}); err != nil {
