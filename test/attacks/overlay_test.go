@@ -37,7 +37,7 @@ func (i injection) send(marker string) error {
 func (i injection) run(t *testing.T) {
 	t.Helper()
 	marker := t.Name()
-	i.victim.stopped(t, marker, func() error { return i.send(marker) })
+	i.victim.checkStopped(t, marker, func() error { return i.send(marker) })
 }
 
 // third returns the index of the node whose pod is the victim: neither the active gateway's node
@@ -103,16 +103,16 @@ func underlay(n *lab.Node) netip.Addr { return n.Addr }
 func (s *site) counterproof(t *testing.T) {
 	t.Helper()
 	i := s.asRemote(t, s.host(), underlay)
-	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
+	i.victim.checkArrives(t, "from a node", func() error { return i.send("from a node") })
 	i = s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
-	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
+	i.victim.checkArrives(t, "from a node", func() error { return i.send("from a node") })
 }
 
-// masquerade makes a node translate the source of a pod's packets to the network to, as some CNIs
-// do. The new source is the node's address.
-func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
+// masquerade makes the node of pod p masquerade this pod's packets to the network dst, as some CNIs
+// do.
+func (s *site) masquerade(t *testing.T, p *lab.Pod, dst netip.Prefix) {
 	t.Helper()
-	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, to)
+	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, dst)
 	if out, err := p.Node.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
 		t.Skipf("needs the command nft: 'make deps' installs it: %v %s", err, out)
 	}
@@ -123,9 +123,9 @@ func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	})
 }
 
-// seesNode checks that masquerade works: the gateway receives the pod's packets with its node's
-// address.
-func (s *site) seesNode(t *testing.T, p *lab.Pod) {
+// checkSeesNode checks that masquerade works: the gateway receives the pod's packets with the
+// node's address.
+func (s *site) checkSeesNode(t *testing.T, p *lab.Pod) {
 	t.Helper()
 	conn, err := s.host().ListenPacket("udp4", netip.AddrPortFrom(s.addr(), victimPort).String())
 	must(t, err)
@@ -171,7 +171,7 @@ func overlayChapter() chapter {
 				s.masquerade(t, p, netip.PrefixFrom(s.addr(), 32))
 				s.asPod(t, p.Host, s.addr()).run(t)
 				if s.inPod() { // otherwise no forwarded packet reaches the overlay's port
-					s.seesNode(t, p)
+					s.checkSeesNode(t, p)
 				}
 			}},
 		{attacker: "a pod of a", attempt: "VXLAN to its own node's pod-side address",
@@ -223,8 +223,8 @@ func (s *site) serviceOfNode(t *testing.T, n *lab.Node) {
 	at := netip.AddrPortFrom(inside(n), 10250)
 	v := listen(t, n.Host, at)
 	from, to := s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, at.Addr()), at.Port())
-	v.stopped(t, t.Name(), func() error { return sendUDP(from, to, []byte(t.Name())) })
-	v.arrives(t, "from a pod of a", func() error { return sendUDP(podOn(s.a, s.nodeOf(n)).Host, at, []byte("from a pod of a")) })
+	v.checkStopped(t, t.Name(), func() error { return sendUDP(from, to, []byte(t.Name())) })
+	v.checkArrives(t, "from a pod of a", func() error { return sendUDP(podOn(s.a, s.nodeOf(n)).Host, at, []byte("from a pod of a")) })
 }
 
 // nodePort makes a node forward a NodePort to another node, as kube-proxy does. It checks that a
@@ -245,8 +245,8 @@ func (s *site) nodePort(t *testing.T, n *lab.Node) {
 	})
 	v := listen(t, backend.Host, netip.AddrPortFrom(backend.Addr, victimPort))
 	to := netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(n)), port)
-	v.stopped(t, t.Name(), func() error { return sendUDP(s.podOfC().Host, to, []byte(t.Name())) })
-	v.arrives(t, "from a pod of a", func() error {
+	v.checkStopped(t, t.Name(), func() error { return sendUDP(s.podOfC().Host, to, []byte(t.Name())) })
+	v.checkArrives(t, "from a pod of a", func() error {
 		return sendUDP(podOn(s.a, s.nodeOf(n)).Host, netip.AddrPortFrom(inside(n), port), []byte("from a pod of a"))
 	})
 }

@@ -170,8 +170,8 @@ const (
 	grace = 200 * time.Millisecond
 )
 
-// stopped checks that no packet of send, marked by marker, arrives.
-func (v *victim) stopped(t *testing.T, marker string, send func() error) {
+// checkStopped checks that no packet of send, marked by marker, arrives.
+func (v *victim) checkStopped(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	for range tries {
 		if err := send(); err != nil && !refusedLocally(err) {
@@ -184,9 +184,9 @@ func (v *victim) stopped(t *testing.T, marker string, send func() error) {
 	}
 }
 
-// arrives checks that a packet of send, marked by marker, arrives. It is for legitimate packets of
-// the same kind as those of stopped.
-func (v *victim) arrives(t *testing.T, marker string, send func() error) {
+// checkArrives checks that a packet of send, marked by marker, arrives. It is for legitimate
+// packets of the same kind as those of checkStopped.
+func (v *victim) checkArrives(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	eventually(t, marker, func() error {
 		if err := send(); err != nil {

@@ -94,12 +94,12 @@ type check struct {
 	run  func(t *testing.T)
 }
 
-// startDiscoveries starts all discoveries of c concurrently, each from a separate port, first or
-// higher. It returns functions that check the conclusions.
-func (s *site) startDiscoveries(ctx context.Context, c client, first uint16) (checks []check) {
+// startDiscoveries starts all discoveries of client c concurrently. Each uses a separate port above
+// minPort. It returns functions that check the conclusions.
+func (s *site) startDiscoveries(ctx context.Context, c client, minPort uint16) (checks []check) {
 	discover := func(name string, missed int, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
-		first++
-		port := first
+		minPort++
+		port := minPort
 		var r *report
 		var err error
 		done := make(chan struct{})

@@ -34,7 +34,7 @@ func TestPeeringRecoversFromFaults(t *testing.T) {
 	a.startManager()
 	b.startManager()
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 
 	for _, test := range []struct {
 		name string
@@ -48,7 +48,7 @@ func TestPeeringRecoversFromFaults(t *testing.T) {
 		{"the peer disappears for ever", testGone},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in(t, sites...)
+			reportTo(t, sites...)
 			test.run(t, a, b)
 		})
 		if t.Failed() {
@@ -159,13 +159,13 @@ func testEdits(t *testing.T, a, b *site) {
 			return [2]v1alpha1.TunnelEndpointSpec{a.tunnelEndpoint(b).Spec, b.tunnelEndpoint(a).Spec}
 		}
 		t.Run(e.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			before := specs()
 			if err := e.at.edit(e.object, e.key, e.status, e.edit); err != nil {
 				t.Fatal(err)
 			}
 			began := time.Now()
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 			if after := specs(); !e.moves && !equality.Semantic.DeepEqual(before, after) {
 				t.Errorf("TunnelEndpoints before:\n%+v\nafter:\n%+v", before, after)
 			}
@@ -231,7 +231,7 @@ func testRevoked(t *testing.T, a, b *site) {
 	}
 	peer(t, a, b)
 	a.publish("203.0.113.1", b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 }
 
 // testCapped lets a's token at b expire. b's API server issues tokens for at most one hour,
@@ -272,7 +272,7 @@ func testCapped(t *testing.T, a, b *site) {
 		}
 	}
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 }
 
 // testOneLeaves deletes the Peering of one side, and creates it again.
@@ -292,7 +292,7 @@ func testOneLeaves(t *testing.T, a, b *site) {
 	c = a.condition(b, isthmus.ConditionAnswered, metav1.ConditionFalse, v1alpha1.ReasonNotPeered)
 	t.Logf("%s says: %s", a.name, c.Message)
 	b.join(a, isthmus.Overrides{})
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 	if after := a.tunnelEndpoint(b).Spec; after.RemoteNATPodCIDR != before.RemoteNATPodCIDR || after.RemoteNATExternalCIDR != before.RemoteNATExternalCIDR {
 		t.Errorf("networks before:\n%+v\nafter:\n%+v", before, after)
 	}
@@ -305,7 +305,7 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	a.condition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
-	b.clean()
+	b.waitClean()
 	b.eventually("no tenant namespace", func() (string, bool) {
 		err := b.client.Get(t.Context(), types.NamespacedName{Name: b.tenant(a)}, &corev1.Namespace{})
 		return fmt.Sprint(err), client.IgnoreNotFound(err) == nil && err != nil
@@ -318,9 +318,9 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--force", b.name); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	a.clean()
+	a.waitClean()
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 }
 
 // testGone stops b's API server for ever.
@@ -343,7 +343,7 @@ func testGone(t *testing.T, a, b *site) {
 	if err != nil || !strings.Contains(out, b.tenant(a)) {
 		t.Fatalf("un-peering by force: %v\n%s", err, out)
 	}
-	a.clean()
+	a.waitClean()
 	a.eventually("an Event about what is left behind", func() (string, bool) {
 		var list eventsv1.EventList
 		if err := a.client.List(context.Background(), &list); err != nil {

@@ -35,10 +35,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// TestClusterImportsManyServices makes one cluster import services from several peers, and replaces their pods.
-// It prints the managers' cost, and the time until the importer's EndpointSlices are correct. One
-// peer is a cluster with a real manager. The test simulates the other peers: it writes their
-// PeerServices with their permissions, no more often than a manager would.
+// TestClusterImportsManyServices makes one cluster import services from several peers, and replaces
+// the pods of these services. It prints the managers' cost, and the time until the importer's
+// EndpointSlices are correct. One peer is a cluster with a real manager. The test simulates the
+// other peers: it writes their PeerServices with their permissions, no more often than a manager
+// would.
 func TestClusterImportsManyServices(t *testing.T) {
 	peers, services, pods, replaced, over, rest := 3, 8, 4, 12, 2*time.Second, 5*time.Second
 	if *long {
@@ -68,17 +69,17 @@ func TestClusterImportsManyServices(t *testing.T) {
 	m.phase("all come", func() {
 		now := time.Now()
 		for _, x := range m.exporters {
-			m.await(now, x.open()...)
+			m.expect(now, x.open()...)
 		}
 	})
-	m.right()
-	m.rest("at rest", rest)
+	m.checkRight()
+	m.checkRest("at rest", rest)
 	m.phase(fmt.Sprintf("%d of one peer, within %v", replaced, over), func() { m.replace(replaced, over, m.exporters[0]) })
 	m.phase(fmt.Sprintf("%d of all peers, within %v", replaced, over), func() { m.replace(replaced, over, m.exporters...) })
 	m.phase(fmt.Sprintf("%d of one peer at once", replaced), func() { m.replace(replaced, 0, m.exporters[0]) })
 	m.phase(fmt.Sprintf("%d of all peers at once", replaced), func() { m.replace(replaced, 0, m.exporters...) })
-	m.right()
-	m.rest("at rest afterwards", rest)
+	m.checkRight()
+	m.checkRest("at rest afterwards", rest)
 
 	began := time.Now()
 	home.killManager()
@@ -122,8 +123,8 @@ type market struct {
 	written map[change]time.Time // changes that must arrive, with the time when each was written
 }
 
-// await records changes that must arrive.
-func (m *market) await(since time.Time, all ...change) {
+// expect records changes that must arrive.
+func (m *market) expect(since time.Time, all ...change) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, c := range all {
@@ -257,7 +258,7 @@ type exporter struct {
 	name string
 	move services.Remap // translation of the exporter's pods at the importer
 
-	every time.Duration                                                               // pause between two writes
+	pause time.Duration                                                               // pause between two writes
 	unit  func(service int) string                                                    // name of the object for a service
 	write func(ctx context.Context, unit string, all []isthmus.ExportedService) error // writes the object unit with the services all
 	begin func()                                                                      // exports all services
@@ -345,7 +346,7 @@ func (x *exporter) edit(service int, f func([]isthmus.ExportedEndpoint) ([]isthm
 
 // run writes changed objects until ctx ends.
 func (x *exporter) run(ctx context.Context) {
-	for ; ctx.Err() == nil; time.Sleep(x.every) {
+	for ; ctx.Err() == nil; time.Sleep(x.pause) {
 		x.mu.Lock()
 		units := slices.Sorted(maps.Keys(x.changed))
 		x.mu.Unlock()
@@ -364,7 +365,7 @@ func (x *exporter) run(ctx context.Context) {
 				}
 				changed := x.changed[unit]
 				delete(x.changed, unit)
-				x.m.await(time.Now(), changed...)
+				x.m.expect(time.Now(), changed...)
 				x.mu.Unlock()
 				if err := x.write(ctx, unit, all); err != nil && ctx.Err() == nil {
 					x.m.t.Errorf("%s: %s: %v", x.name, unit, err)
@@ -378,7 +379,7 @@ func (x *exporter) run(ctx context.Context) {
 // keepShards simulates an exporter's manager: the exporter writes PeerServices at the importer.
 // Like a manager, it collects changes for 200 ms.
 func (x *exporter) keepShards(c client.Client, namespace string) {
-	x.every = 200 * time.Millisecond
+	x.pause = 200 * time.Millisecond
 	x.unit = func(service int) string { return services.ShardOf(keyFor(x.services[service])) }
 	x.begin = func() {
 		for i := range x.services {
@@ -409,7 +410,7 @@ func (x *exporter) keepShards(c client.Client, namespace string) {
 // manager.
 func (x *exporter) keepSlices(s *site) {
 	ctx := x.m.t.Context()
-	x.every = 10 * time.Millisecond
+	x.pause = 10 * time.Millisecond
 	x.unit = func(service int) string { return x.services[service].Name }
 	sliceOf := make(map[string]*discoveryv1.EndpointSlice) // only one goroutine at a time writes the entry of an object
 	for _, service := range x.services {
@@ -522,8 +523,8 @@ func (m *market) phase(name string, f func()) {
 	cpu, theirs, server = m.home.cpu()-cpu, m.b.cpu()-theirs, m.home.apiServerCPU()-server
 	asked := m.audits.next()
 	eventsNow, octetsNow := m.slices.sent()
-	all := m.slices.took(m.written)
-	written := m.shards.took(m.written)
+	all := m.slices.delays(m.written)
+	written := m.shards.delays(m.written)
 	m.t.Logf("column %s", name)
 	m.figure("endpoints that change; made within, s", "%s", fmt.Sprintf("%d; %.1f", len(m.written), made.Seconds()))
 	m.figure("until its slice is right, s: median, 99 %, last", "%s", quantiles(all))
@@ -570,8 +571,9 @@ func (m *market) remark(format string, args ...any) {
 	m.t.Logf("remark "+format, args...)
 }
 
-// rest checks that for the duration d nobody writes, and prints the managers' cost in that time.
-func (m *market) rest(what string, d time.Duration) {
+// checkRest checks that for the duration d nobody writes, and prints the managers' cost in that
+// time.
+func (m *market) checkRest(what string, d time.Duration) {
 	m.t.Helper()
 	m.audits.next()
 	before, theirs, read := m.home.cpu(), m.b.cpu(), m.toHome.read.Load()
@@ -585,8 +587,8 @@ func (m *market) rest(what string, d time.Duration) {
 	}
 }
 
-// right fails the test unless the importer has exactly the exported endpoints.
-func (m *market) right() {
+// checkRight fails the test unless the importer has exactly the exported endpoints.
+func (m *market) checkRight() {
 	m.t.Helper()
 	want, have := make(map[string]string), make(map[string]string)
 	for _, x := range m.exporters {
@@ -626,7 +628,7 @@ func (m *market) right() {
 	}
 }
 
-// A sight has the endpoints of the objects as a watch has last reported them.
+// A sight holds the endpoints of each object that a watch has reported last.
 type sight struct {
 	mu             sync.Mutex
 	of             map[string]map[netip.Addr]bool // by object: addresses, and whether they are ready
@@ -677,9 +679,9 @@ func (s *sight) missing(all map[change]time.Time) (n int) {
 	return n
 }
 
-// took returns, sorted, the times from writing the changes until the watch showed them. It omits
-// changes that the watch has not shown yet.
-func (s *sight) took(all map[change]time.Time) (took []time.Duration) {
+// delays returns the sorted times from writing a change until the watch showed it. It omits changes
+// that the watch has not shown yet.
+func (s *sight) delays(all map[change]time.Time) (took []time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c, since := range all {

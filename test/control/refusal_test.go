@@ -58,7 +58,7 @@ func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 		{"another cluster with the ID and name of b", testPinMismatch},
 	} {
 		t.Run(part.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			x.scenario = part.name
 			part.run(t, x)
 		})

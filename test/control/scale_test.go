@@ -34,9 +34,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// manyUsers is the group of our identities at the peers of TestManagerHandlesManyPeerings. All peers are on one
-// API server, each with its own tenant namespace, user and client certificate. So the manager has a
-// separate connection for each peer, as if each peer had its own API server.
+// manyUsers is the group of our identities at the peers of TestManagerHandlesManyPeerings. All
+// peers are on one API server, each with its own tenant namespace, user and client certificate. So
+// the manager has a separate connection for each peer, as if each peer had its own API server.
 const manyUsers = "peers"
 
 // Flags of TestManagerHandlesManyPeerings are for benchmarks/manager.
@@ -45,9 +45,9 @@ var (
 	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManagerHandlesManyPeerings, of each thing it does; empty: none")
 )
 
-// TestManagerHandlesManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
-// ours and each other. The test prints the cost. It counts the manager's requests in the audit logs
-// of the API servers, by the manager's user names.
+// TestManagerHandlesManyPeerings gives one manager 20 peerings or, with -long, 500. Their networks
+// overlap ours and each other. The test prints the cost. It counts the manager's requests in the
+// audit logs of the API servers, by the manager's user names.
 func TestManagerHandlesManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
@@ -124,7 +124,7 @@ func TestManagerHandlesManyPeerings(t *testing.T) {
 	began := time.Now()
 	home.restartManager()
 	profiled = w.profile("restart")
-	w.restarted(began, number)
+	w.waitRestarted(began, number)
 	profiled()
 	idle = w.atRest("after the restart", rest/2)
 	w.rotate(peers, idle)
@@ -507,9 +507,9 @@ func (w *world) profile(what string) func() {
 	}
 }
 
-// restarted waits until a restarted manager has listed the NetworkConfigs of each peer. It checks
-// that the manager has written only newSession.
-func (w *world) restarted(began time.Time, number int) {
+// waitRestarted waits until a restarted manager has listed the NetworkConfigs of each peer. It
+// checks that the manager has written only newSession.
+func (w *world) waitRestarted(began time.Time, number int) {
 	w.t.Helper()
 	leads := time.Since(began)
 	w.home.eventually(fmt.Sprintf("a look at each of %d peers", number), func() (string, bool) {

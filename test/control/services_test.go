@@ -76,9 +76,9 @@ func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 		{"foreign objects", f.testObjectsOfOthers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			part.run(t)
-			f.harmless()
+			f.checkHarmless()
 		})
 		if t.Failed() {
 			return
@@ -218,8 +218,8 @@ func (f *seller) untilServed(name, what string, want ...string) {
 	})
 }
 
-// gone waits until no object exists for a service in namespace prod of a.
-func (f *seller) gone(name string) {
+// waitGone waits until no object exists for a service in namespace prod of a.
+func (f *seller) waitGone(name string) {
 	f.a.t.Helper()
 	f.a.eventually("an end of service "+name, func() (string, bool) {
 		have, imported := f.served(name)
@@ -228,9 +228,9 @@ func (f *seller) gone(name string) {
 	})
 }
 
-// harmless fails the test unless all objects of a's manager are in namespace prod, none of its
+// checkHarmless fails the test unless all objects of a's manager are in namespace prod, none of its
 // Services has a selector, and each endpoint is a pod of the cluster that exports it.
-func (f *seller) harmless() {
+func (f *seller) checkHarmless() {
 	f.a.t.Helper()
 	var all corev1.ServiceList
 	f.a.list(&all, client.HasLabels{isthmus.LabelService})
@@ -596,12 +596,12 @@ func (f *seller) testExports(t *testing.T) {
 				}
 			}
 		}
-		f.harmless()
+		f.checkHarmless()
 		if err := f.put(shard); err != nil {
 			t.Fatal(err)
 		}
 		if s.Namespace == "prod" {
-			f.gone(s.Name)
+			f.waitGone(s.Name)
 		}
 	}
 
@@ -681,7 +681,7 @@ func (f *seller) testBounds(t *testing.T) {
 	if err := f.put(shard); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("great")
+	f.waitGone("great")
 
 	// In the worst case, an honest exporter has 128 services with long names and metadata, and a
 	// refuses all of them. Even then the managedFields of both writers must stay within the limit
@@ -864,7 +864,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("cart")
+	f.waitGone("cart")
 	if err := f.a.client.Delete(t.Context(), alike); err != nil {
 		t.Fatal(err)
 	}
@@ -886,7 +886,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("sold-out")
+	f.waitGone("sold-out")
 	f.testTimes(t)
 }
 
@@ -946,11 +946,11 @@ func (f *seller) testFlapping(t *testing.T) {
 	if n := f.events() - events; n > 10 {
 		t.Errorf("%d new Events", n)
 	}
-	f.quiet()
+	f.checkQuiet()
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("flag")
+	f.waitGone("flag")
 }
 
 // testReplacement repeatedly deletes an export, and creates a different one.
@@ -981,11 +981,11 @@ func (f *seller) testReplacement(t *testing.T) {
 		f.a.get(types.NamespacedName{Namespace: "prod", Name: services.DerivedName(keyFor(s))}, &derived)
 		return fmt.Sprintf("%+v, %+v", i.Spec, derived.Spec), i.Spec.Type == mcs.ClusterSetIP && len(i.Spec.IPs) > 0 && slices.Equal(i.Spec.IPs, derived.Spec.ClusterIPs)
 	})
-	f.quiet()
+	f.checkQuiet()
 	if err := f.put(name); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("ghost")
+	f.waitGone("ghost")
 	f.a.ready(f.b)
 }
 

@@ -71,7 +71,7 @@ type site struct {
 	services   bool     // whether Isthmus is installed with the sharing of services
 	via        string   // address by which the manager reaches the API server; empty: the server's own
 
-	own                   string // result of address; empty before its first call
+	own                   string // loopback address of this site; empty before the first call of address
 	health, metrics, ipam string // addresses of the manager
 
 	manager *exec.Cmd
@@ -493,8 +493,8 @@ func (s *site) within(limit time.Duration, what string, f func() (have string, o
 	}
 }
 
-// in makes the sites report failures to the subtest t until t ends.
-func in(t *testing.T, sites ...*site) {
+// reportTo makes the sites report failures to the subtest t until t ends.
+func reportTo(t *testing.T, sites ...*site) {
 	for _, s := range sites {
 		before := s.t
 		s.t = t
@@ -667,8 +667,8 @@ func (s *site) leftovers() (all []string) {
 	return all
 }
 
-// clean waits until no object of any peering is left.
-func (s *site) clean() {
+// waitClean waits until no object of any peering is left.
+func (s *site) waitClean() {
 	s.t.Helper()
 	s.eventually("no trace of a peering in "+s.name, func() (string, bool) {
 		all := s.leftovers()

@@ -22,8 +22,8 @@ type kernel struct {
 // a busy machine, a kernel thread handles them, and that thread must wait for a processor.
 const patience = 30 * time.Second
 
-// hopsToWire and hopsToPod are the numbers by which the kernel has decremented a packet's TTL, in the
-// tunnel and at the receiving pod.
+// hopsToWire and hopsToPod are the numbers by which the kernel has decremented a packet's TTL, in
+// the tunnel and at the receiving pod.
 const (
 	hopsToWire = 1
 	hopsToPod  = 2

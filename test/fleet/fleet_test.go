@@ -38,9 +38,9 @@ func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 // cores, and tests would fail.
 var seats = make(chan struct{}, 1)
 
-// up creates a fleet for the test. It makes the test run in parallel with others. If the test
-// fails, it prints the last lines of all logs. The test fails if a node has sent a packet for a
-// peer in the clear.
+// up creates a fleet for the test. The test then runs in parallel with others. If it fails, up
+// prints the last lines of all logs. The test fails if a node has sent a packet for a peer in the
+// clear.
 func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 	t.Helper()
 	return upWith(t, fleet.Options{Spec: spec})

@@ -178,8 +178,8 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 		during := startTraffic(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
 		time.Sleep(max(outage(), 15*time.Second)) // longer than the Lease, which lasts 7 s
-		says(t, a, was, 5872, "/readyz", "ok, active")
-		says(t, a, 1-was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(was))
+		waitResponse(t, a, was, 5872, "/readyz", "ok, active")
+		waitResponse(t, a, 1-was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(was))
 		heal()
 		time.Sleep(time.Second)
 		during.endWithoutLoss(t)
@@ -203,7 +203,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 			return nil
 		})
 		t.Logf("the standby took over after %.1f s", time.Since(begin).Seconds())
-		says(t, a, was, 5872, "/readyz", "503", "not sending: ")
+		waitResponse(t, a, was, 5872, "/readyz", "503", "not sending: ")
 		filter(t, a.GatewayHost(was), "")
 		heal()
 		begin = time.Now()

@@ -133,7 +133,7 @@ func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 		words := strings.Fields(line)
 		return strings.Join(slices.Insert(words, 2, "--name", name), " ")
 	}
-	steps := strings.Split(lines[4], "; ") // up, other steps, down
+	steps := strings.Split(lines[4], "; ") // the first step starts the lab, the last one removes it
 	run(inLab(steps[0]))
 	t.Cleanup(func() {
 		cmd := exec.Command(filepath.Join(programs, "isthmus-lab"), "down", "--name", name)

@@ -78,7 +78,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	must(t, w.set.Peer(ctx, fixture.program, w.a, w.b, "--services", "default"))
 	seen, _, err := w.a.Networks(ctx, w.b)
 	must(t, err)
-	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks of cluster b in cluster a, set by rows that change it
+	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks that some faults give to cluster b in cluster a
 	if slices.Contains(others, seen) {
 		t.Fatalf("b has %v in a from the start", seen)
 	}
@@ -98,7 +98,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	s.pod, err = address(ctx, w.a, podName(pod, s.at))
 	must(t, err)
 	s.begin(t, "")
-	s.steady(t, time.Now(), "a", "b")
+	s.waitSteady(t, time.Now(), "a", "b")
 
 	var page strings.Builder
 	page.WriteString(serviceFaultsHead)
@@ -142,10 +142,10 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 		t.Run(fault.name, func(t *testing.T) {
 			if fault.ports != "" {
 				s.begin(t, fault.ports)
-				s.steady(t, time.Now(), "a", "b")
+				s.waitSteady(t, time.Now(), "a", "b")
 				defer func() {
 					s.begin(t, "")
-					s.steady(t, time.Now(), "a", "b")
+					s.waitSteady(t, time.Now(), "a", "b")
 				}()
 			}
 			r := s.during(t, fault.do, fault.after.answer)
@@ -234,9 +234,9 @@ func (s *shopper) since(t *testing.T, begin time.Time) (all []probe.LoadSecond) 
 // calm is the number of seconds without failures after which the service counts as recovered.
 const calm = 10
 
-// steady waits until no request has failed for calm whole seconds, starting after from, and
+// waitSteady waits until no request has failed for calm whole seconds, starting after from, and
 // exactly the given clusters have answered in each of these seconds.
-func (s *shopper) steady(t *testing.T, from time.Time, clusters ...string) {
+func (s *shopper) waitSteady(t *testing.T, from time.Time, clusters ...string) {
 	t.Helper()
 	from = from.Truncate(time.Second).Add(time.Second)
 	var last []probe.LoadSecond
@@ -280,7 +280,7 @@ func (r shopping) String() string {
 // during causes a fault and waits until the given clusters answer again.
 func (s *shopper) during(t *testing.T, do func(context.Context) error, then []string) (r shopping) {
 	t.Helper()
-	away := true // initially true if b did not answer before the fault
+	away := true // b did not answer in the three seconds before the fault
 	for _, second := range s.since(t, time.Now().Add(-3*time.Second)) {
 		away = away && second.Answered["b"] == 0
 	}
@@ -288,7 +288,7 @@ func (s *shopper) during(t *testing.T, do func(context.Context) error, then []st
 	err := do(t.Context())
 	done := time.Since(begin)
 	if err == nil {
-		s.steady(t, time.Now(), then...)
+		s.waitSteady(t, time.Now(), then...)
 	}
 	errs, quiet := map[string]int{}, 0
 	for _, second := range s.since(t, begin) {

@@ -47,7 +47,8 @@ func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 								}
 							}
 							check("ClusterIP", service.cluster, want)
-							// For a NodePort, kube-proxy masquerades all clients except the pods of that node.
+							// For a NodePort, kube-proxy masquerades all clients except the pods of
+							// that node.
 							for _, n := range from.Nodes {
 								wantAt := seen.Addr()
 								if n == source {

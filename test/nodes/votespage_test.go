@@ -99,7 +99,8 @@ var shortfalls = map[string]target{
 	// vote for another gateway.
 	"state directories of two of three route agents read-only for 5 s, and the active gateway killed by SIGKILL": {udp: figure{1.5, 7}, tcp: figure{3, 9}}, // 0.97, 5.15 s; 1.60, 6.99 s
 
-	// The Lease decides. A killed process restarts on its node; a frozen one stays active for up to 7 s.
+	// The Lease decides. A killed process restarts on its node; a frozen one stays active for up to
+	// 7 s.
 	"active gateway killed by SIGKILL, two nodes":              {udp: figure{2, 3}, tcp: figure{2.5, 3}},     // 1.50, 1.73 s; 1.84, 2.12 s
 	"active gateway frozen for 5 s, two nodes":                 {udp: figure{5.5, 5.5}, tcp: figure{5.5, 6}}, // 5.05, 5.06 s; 5.04, 5.13 s
 	"node of the active gateway crashes, and boots, two nodes": {udp: figure{5, 7}, tcp: figure{6, 8}},       // 4.01, 4.40 s; 5.05, 5.41 s
