@@ -53,9 +53,9 @@ func ping(src, dst string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// resume checks that both packets of the conversation still have the same translation, octet for
+// checkResumes checks that both packets of the conversation still have the same translation, octet for
 // octet.
-func (w *witness) resume(t testing.TB, e *Engine, now time.Duration) {
+func (w *witness) checkResumes(t testing.TB, e *Engine, now time.Duration) {
 	t.Helper()
 	for dir := range directions {
 		if got, v := sendAt(t, e, dir, w.sent[dir], now); v.Action != Forward || !bytes.Equal(got, w.expected[dir]) {
@@ -157,7 +157,7 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 					e.Sweep(now)
 					stateful = 0
 					for _, w := range list {
-						w.resume(t, e, now)
+						w.checkResumes(t, e, now)
 						if w.stateful {
 							stateful++
 						}
@@ -191,7 +191,7 @@ func (a *attack) run(t *testing.T, e *Engine, list []witness) (now time.Duration
 		}
 		if i%500 == 499 {
 			for _, w := range list {
-				w.resume(t, e, now)
+				w.checkResumes(t, e, now)
 			}
 			checkNewFlows(t, e, i, now, "10.71", "10.73")
 			checkFragmented(t, e, i, now)
@@ -232,7 +232,7 @@ func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	}
 	refused(t, e, Inbound, udp("10.73.66.77:6000", "10.247.0.9:53"), 0, DropFlowTableFull)
 	for _, w := range list {
-		w.resume(t, e, 0)
+		w.checkResumes(t, e, 0)
 	}
 	for i := range 200 {
 		checkNewFlows(t, e, i, 0, "10.71")

@@ -52,9 +52,9 @@ func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.Network
 	}
 }
 
-// verdict waits until cluster a has checked the current generation of c's NetworkConfig, and
+// waitChecked waits until cluster a has checked the current generation of c's NetworkConfig, and
 // returns the condition Accepted.
-func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition) {
+func (s *site) waitChecked(t *testing.T, c client.Client) (accepted metav1.Condition) {
 	t.Helper()
 	eventually(t, "a verdict", func() error {
 		nc := s.configOfC(t, c)
@@ -102,7 +102,7 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 	case err != nil:
 		t.Fatal(err)
 	}
-	if got := s.verdict(t, f.client); got.Status != metav1.ConditionFalse || got.Reason != reason {
+	if got := s.waitChecked(t, f.client); got.Status != metav1.ConditionFalse || got.Reason != reason {
 		t.Errorf("%s %s: %s; want a refusal for %s", got.Status, got.Reason, got.Message, reason)
 	}
 	if now := endpointOf(t, s.a, s.b); now.Generation != b.Generation || now.UID != b.UID {
@@ -121,7 +121,7 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 func (s *site) restoreConfig(t *testing.T, f *claims) {
 	t.Helper()
 	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { f.good.DeepCopyInto(&nc.Spec) }))
-	if got := s.verdict(t, f.client); got.Status != metav1.ConditionTrue {
+	if got := s.waitChecked(t, f.client); got.Status != metav1.ConditionTrue {
 		t.Errorf("what c claimed first is %s: %s", got.Reason, got.Message)
 	}
 }
@@ -203,7 +203,7 @@ func claimChapter() chapter {
 			return endpoint(s.a.Nodes[s.gateway].Addr.String())
 		}),
 		claim("its gateway is at another node of a", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
-			return endpoint(s.a.Nodes[s.third()].Addr.String())
+			return endpoint(s.a.Nodes[s.victimNode()].Addr.String())
 		}),
 		claim("its gateway is at a's API server", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
 			return endpoint(s.a.Control.Addr.String())
@@ -248,7 +248,7 @@ func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: *f.good.DeepCopy()}
 	again.Spec.PodCIDR, again.Spec.ExternalCIDR = "172.21.0.0/16", "172.22.0.0/16"
 	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // fails until the old object has no finalizers
-	if got := s.verdict(t, f.client); got.Reason != v1alpha1.ReasonConsent {
+	if got := s.waitChecked(t, f.client); got.Reason != v1alpha1.ReasonConsent {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}
 	if nodes := s.divertingNodes(t, netip.MustParseAddr("172.21.0.1")); nodes != nil {
@@ -332,7 +332,7 @@ func (s *site) atGatewayOfB(t *testing.T, f *claims) {
 	b := endpointOf(t, s.a, s.b)
 	addr := s.gatewayOfB(t).String()
 	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = addr }))
-	if got := s.verdict(t, f.client); !slices.Contains([]string{v1alpha1.ReasonAnswered, v1alpha1.ReasonEndpoint}, got.Reason) {
+	if got := s.waitChecked(t, f.client); !slices.Contains([]string{v1alpha1.ReasonAnswered, v1alpha1.ReasonEndpoint}, got.Reason) {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}
 	s.checkTraffic(t)

@@ -151,8 +151,8 @@ func listenOn(t *testing.T, at *lab.Host, network, address string) *victim {
 	return v
 }
 
-// has reports whether a payload that contains the text has arrived.
-func (v *victim) has(what string) bool {
+// hasReceived reports whether a payload that contains the text has arrived.
+func (v *victim) hasReceived(what string) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, b := range v.got {
@@ -179,7 +179,7 @@ func (v *victim) checkStopped(t *testing.T, marker string, send func() error) {
 		}
 	}
 	time.Sleep(grace)
-	if v.has(marker) {
+	if v.hasReceived(marker) {
 		t.Errorf("%q arrives", marker)
 	}
 }
@@ -193,7 +193,7 @@ func (v *victim) checkArrives(t *testing.T, marker string, send func() error) {
 			return err
 		}
 		time.Sleep(grace / 10)
-		if !v.has(marker) {
+		if !v.hasReceived(marker) {
 			return errors.New("nothing arrives")
 		}
 		return nil

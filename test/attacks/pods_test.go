@@ -39,7 +39,7 @@ func podChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
-				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.third()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
+				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.victimNode()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
 			}},
 		{attacker: "a pod of a", attempt: "packets to a pod of b from an address that no host has",
 			now: "dropped on its node: the source needs a route through the device that the packet came by",
@@ -58,8 +58,8 @@ func podChapter() chapter {
 						s.checkRefused(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, s.addr()), port))
 					}
 					s.checkRefused(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, port))
-					s.checkRefused(t, s.podOfA(s.gateway).Host, netip.AddrPortFrom(inside(s.a.Nodes[s.gateway]), port))
-					s.checkRefused(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway])), port))
+					s.checkRefused(t, s.podOfA(s.gateway).Host, netip.AddrPortFrom(podNetworkAddr(s.a.Nodes[s.gateway]), port))
+					s.checkRefused(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, podNetworkAddr(s.a.Nodes[s.gateway])), port))
 				}
 			}},
 		{attacker: "a pod of a, a node", attempt: "maps endpoints by Liqo's IPAM service on port 6000",

@@ -55,8 +55,8 @@ func (s *site) shareServices(t *testing.T) *seller {
 	return f
 }
 
-// here returns the address under which cluster a reaches a pod of cluster c.
-func (f *seller) here(t *testing.T, addr string) string {
+// addrAtA returns the address under which cluster a reaches a pod of cluster c.
+func (f *seller) addrAtA(t *testing.T, addr string) string {
 	t.Helper()
 	return f.seen(t, f.a, f.c, netip.MustParseAddr(addr)).String()
 }
@@ -202,7 +202,7 @@ func servicesChapter() chapter {
 					"169.254.169.254", "127.0.0.1", "224.0.0.1", "255.255.255.255", "0.0.0.0", "::1", "::ffff:ac14:1")
 				f.export(t, s)
 				f.waitRefused(t, s, services.RefusedAddress)
-				f.waitServed(t, "stall", f.here(t, own))
+				f.waitServed(t, "stall", f.addrAtA(t, own))
 				f.withdraw(t, s)
 			}),
 		row("invalid endpoint addresses: 0.0.0.0/0, ::/0, IPv4 in IPv6, a zone, a name", "the API server refuses them", func(t *testing.T) {
@@ -273,7 +273,7 @@ func servicesChapter() chapter {
 			s.Annotations = map[string]api.MetadataValue{services.AnnotationDerived: "kubernetes"}
 			f.export(t, s)
 			f.waitRefused(t, s, services.RefusedMetadata)
-			f.waitServed(t, "stall", f.here(t, own))
+			f.waitServed(t, "stall", f.addrAtA(t, own))
 			var i mcs.ServiceImport
 			must(t, f.a.Client.Get(t.Context(), client.ObjectKey{Namespace: shared, Name: "stall"}, &i))
 			if len(i.Labels) != 1 || i.Labels[api.LabelService] != "stall" || len(i.Annotations) != 1 || i.Annotations[services.AnnotationDerived] == "kubernetes" {
@@ -285,7 +285,7 @@ func servicesChapter() chapter {
 			s := f.rival()
 			s.Since = "2100-01-01T00:00:00Z"
 			f.export(t, s)
-			f.waitServed(t, "shop", f.pod, f.here(t, f.podOfC().Addr.String()))
+			f.waitServed(t, "shop", f.pod, f.addrAtA(t, f.podOfC().Addr.String()))
 			f.waitRefused(t, s, string(mcs.ServiceExportReasonSessionAffinityConflict))
 			f.waitAffinity(t, corev1.ServiceAffinityNone)
 			f.withdraw(t, s)
@@ -296,7 +296,7 @@ func servicesChapter() chapter {
 				s.Since = "1970-01-01T00:00:00Z"
 				f.export(t, s)
 				f.waitAffinity(t, corev1.ServiceAffinityClientIP)
-				f.waitServed(t, "shop", f.pod, f.here(t, f.podOfC().Addr.String()))
+				f.waitServed(t, "shop", f.pod, f.addrAtA(t, f.podOfC().Addr.String()))
 				eventually(t, "a conflict at b", func() error {
 					var e mcs.ServiceExport
 					must(t, f.b.Client.Get(t.Context(), client.ObjectKey{Namespace: shared, Name: "shop"}, &e))
@@ -323,7 +323,7 @@ func servicesChapter() chapter {
 						must(t, f.client.Delete(t.Context(), &api.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: tenant(f.c), Name: shardOf(s)}}))
 					}
 				}
-				f.waitServed(t, "stall", f.here(t, own.String()))
+				f.waitServed(t, "stall", f.addrAtA(t, own.String()))
 				f.withdraw(t, s)
 			}),
 	}}
@@ -392,7 +392,7 @@ func (f *seller) flap(t *testing.T) {
 	t.Logf("%d changes", n)
 	s.Subsets[0].Endpoints[0].Ready = true
 	f.export(t, s)
-	f.waitServed(t, "stall", f.here(t, own), f.here(t, other))
+	f.waitServed(t, "stall", f.addrAtA(t, own), f.addrAtA(t, other))
 	f.withdraw(t, s)
 }
 

@@ -133,10 +133,10 @@ func tunnelChapter() chapter {
 			run: roam},
 		{attacker: "c's gateway", attempt: "a service of a node (kubelet, metrics), with a source port that looks like an answer's",
 			now: "dropped: an answer must belong to a flow that the node began", run: func(t *testing.T, s *site) {
-				for _, i := range []int{s.gateway, s.third()} {
+				for _, i := range []int{s.gateway, s.victimNode()} {
 					n := s.a.Nodes[i]
-					v := listen(t, n.Host, netip.AddrPortFrom(inside(n), 10250))
-					to := netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(n)), 10250)
+					v := listen(t, n.Host, netip.AddrPortFrom(podNetworkAddr(n), 10250))
+					to := netip.AddrPortFrom(s.seen(t, s.c, s.a, podNetworkAddr(n)), 10250)
 					v.checkStopped(t, t.Name(), func() error {
 						return s.rogue.send(datagram(netip.AddrPortFrom(s.rogue.pod, 53), to, t.Name()))
 					})
@@ -227,7 +227,7 @@ func unallocated(t *testing.T, s *site) {
 }
 
 func foreignErrors(t *testing.T, s *site) {
-	pod := s.podOfA(s.third())
+	pod := s.podOfA(s.victimNode())
 	b := s.seen(t, s.a, s.b, s.podOfB().Addr)
 	dst := s.seen(t, s.c, s.a, pod.Addr)
 	v := listenOn(t, pod.Host, "ip4:icmp", pod.Addr.String())
@@ -246,7 +246,7 @@ func foreignErrors(t *testing.T, s *site) {
 	v.checkStopped(t, marker, func() error { return nil })
 	must(t, pod.Do(func() error {
 		routes, err := netlink.RouteGet(b.AsSlice())
-		if err == nil && (len(routes) != 1 || routes[0].MTU != 0 || routes[0].Gw.String() != inside(pod.Node).String()) {
+		if err == nil && (len(routes) != 1 || routes[0].MTU != 0 || routes[0].Gw.String() != podNetworkAddr(pod.Node).String()) {
 			err = fmt.Errorf("the pod's route to b is %v", routes)
 		}
 		return err
@@ -255,7 +255,7 @@ func foreignErrors(t *testing.T, s *site) {
 
 func fragments(t *testing.T, s *site) {
 	const more = 0x2000
-	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) })
+	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, podNetworkAddr(n)) })
 	marker := t.Name()[:20] // short enough to be completely in the second fragment
 	whole := udp(9, i.to.Port(), i.packet(marker))
 	const cut = 64 // octets of the first fragment: about the UDP, VXLAN, Ethernet and IP headers
@@ -336,7 +336,7 @@ func reassembly(t *testing.T, h *lab.Host) (octets int) {
 // toPodBeside is toPod for another port of the pod, for use while the first port is in use.
 func (s *site) toPodBeside(t *testing.T) (netip.AddrPort, *victim) {
 	t.Helper()
-	p := s.podOfA(s.third())
+	p := s.podOfA(s.victimNode())
 	return netip.AddrPortFrom(s.seen(t, s.c, s.a, p.Addr), victimPort+1), listen(t, p.Host, netip.AddrPortFrom(p.Addr, victimPort+1))
 }
 
@@ -362,7 +362,7 @@ func sourceRoute(t *testing.T, s *site) {
 	for _, kind := range []byte{131, 137} { // loose, strict
 		options := append([]byte{kind, 7, 4}, s.a.OnPrem.Addr.AsSlice()...)
 		packet := func() []byte {
-			return ipv4(s.rogue.pod, s.seen(t, s.c, s.a, inside(s.a.Nodes[0])), unix.IPPROTO_UDP, header{options: append(options, 0)}, udp(9, victimPort, []byte(t.Name())))
+			return ipv4(s.rogue.pod, s.seen(t, s.c, s.a, podNetworkAddr(s.a.Nodes[0])), unix.IPPROTO_UDP, header{options: append(options, 0)}, udp(9, victimPort, []byte(t.Name())))
 		}
 		v.checkStopped(t, t.Name(), func() error { return s.rogue.send(packet()) })
 	}

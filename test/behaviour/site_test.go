@@ -121,8 +121,10 @@ type report struct {
 	timeouts int              // requests without an answer within three seconds; the client repeats none
 }
 
-// says reports whether the client reached this conclusion.
-func (r *report) says(conclusion string) bool { return strings.Contains(r.text, "\n"+conclusion+"!") }
+// concludes reports whether the client reached this conclusion.
+func (r *report) concludes(conclusion string) bool {
+	return strings.Contains(r.text, "\n"+conclusion+"!")
+}
 
 var reflexive = regexp.MustCompile(`reflexive addr: (\S+)`)
 

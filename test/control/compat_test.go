@@ -102,7 +102,7 @@ func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 		reportTo(t, a, b)
 		steps(t, "liqo-peering.yaml", func() {
 			a.join(b, isthmus.Overrides{})
-			a.ready(b)
+			a.waitReady(b)
 		}, func() { a.part(b) }, func(t *testing.T) {
 			testLiqoTakesNoServices(a, b)
 			testIPAM(t, a, b)
@@ -142,11 +142,11 @@ func testLiqoTakesNoServices(a, b *site) {
 		}
 	}
 	share(`["prod"]`)
-	c := a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
+	c := a.waitCondition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
 	if !strings.Contains(c.Message, "does not share services") {
 		a.t.Errorf("the reason is not told: %s", c.Message)
 	}
-	a.ready(b)
+	a.waitReady(b)
 	share("[]")
 }
 
@@ -410,11 +410,11 @@ func testLiqoRemembers(a, b *site, m *liqoManager) {
 		return fmt.Sprintf("%+v", te), te != nil && te.Spec.LocalPodCIDR == "10.222.0.0/16" && te.Spec.LocalNATPodCIDR == "10.64.0.0/16"
 	})
 	waitAgreedWithLiqo(a, b, m)
-	a.ready(b)
+	a.waitReady(b)
 	before := a.tunnelEndpoint(b)
 	a.reconfigure("10.220.0.0/15")
 	a.eventually("a Peering that complains", func() (string, bool) {
-		c := a.has(b, isthmus.ConditionAnswered)
+		c := a.conditionOf(b, isthmus.ConditionAnswered)
 		return fmt.Sprintf("%+v", c), c.Reason == isthmus.ReasonInvalid && strings.Contains(c.Message, "podCIDRNAT must have the address family and prefix length")
 	})
 	if te := a.tunnelEndpoint(b); te == nil || te.UID != before.UID || te.Generation != before.Generation {
@@ -422,7 +422,7 @@ func testLiqoRemembers(a, b *site, m *liqoManager) {
 	}
 	a.reconfigure("10.244.0.0/16")
 	waitAgreedWithLiqo(a, b, m)
-	a.ready(b)
+	a.waitReady(b)
 }
 
 // testLiqoLeaves makes Liqo withdraw and return, while our Peering stays.
@@ -435,7 +435,7 @@ func testLiqoLeaves(a, b *site) {
 		return fmt.Sprintf("here %t, at Liqo %t, copy here %t", x != nil, y != nil, copied != nil), x == nil && y == nil && copied == nil
 	})
 	if a.peering(b) != nil {
-		a.condition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+		a.waitCondition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
 	}
 	foreign(a.t, b, a, "Established")
 	a.eventually("the TunnelEndpoint as before", func() (string, bool) {

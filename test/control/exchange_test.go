@@ -243,7 +243,7 @@ func waitAgreed(t *testing.T, sites ...*site) {
 	for _, s := range sites {
 		for _, other := range sites {
 			if s != other {
-				s.ready(other)
+				s.waitReady(other)
 			}
 		}
 	}

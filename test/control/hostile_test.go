@@ -292,7 +292,7 @@ func (f *foe) waitSettled() {
 			equality.Semantic.DeepEqual(te.Spec, f.agreed) && mapping != nil && equality.Semantic.DeepEqual(mapping.Spec, f.mapping) &&
 			subnets == f.subnets && c != nil && c.Spec.EndpointIP == nc.Spec.EndpointIP && c.Spec.RemoteNATPodCIDR == v1alpha1.None
 	})
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 	f.checkHarmless("at the end")
 }
 
@@ -309,9 +309,9 @@ func tableRow(input, outcome, reason, message string) string {
 	return fmt.Sprintf("%-44s %-9s %-12s %s", input, outcome, reason, message)
 }
 
-// verdict waits until a has decided about the present generation of a NetworkConfig, and returns
+// waitDecision waits until a has decided about the present generation of a NetworkConfig, and returns
 // the condition Accepted.
-func (f *foe) verdict(name string) metav1.Condition {
+func (f *foe) waitDecision(name string) metav1.Condition {
 	f.a.t.Helper()
 	var accepted metav1.Condition
 	f.a.eventually("a verdict on "+name, func() (string, bool) {
@@ -441,7 +441,7 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 			t.Errorf("%s: %v", test.name, err)
 			continue
 		}
-		c := f.verdict(f.name)
+		c := f.waitDecision(f.name)
 		table = append(table, f.row(test.name, test.outcome, c.Reason, c.Message))
 		if test.outcome == "meaning" {
 			if c.Status != metav1.ConditionFalse || !strings.Contains(c.Message, test.field) {
@@ -479,8 +479,8 @@ func (f *foe) checkHarmless(what string) {
 	}
 }
 
-// another returns a second NetworkConfig with a valid spec.
-func (f *foe) another(name string, labels map[string]string) *v1alpha1.NetworkConfig {
+// secondConfig returns a second NetworkConfig with a valid spec.
+func (f *foe) secondConfig(name string, labels map[string]string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: name, Labels: labels}, Spec: *f.good.DeepCopy()}
 }
 
@@ -504,13 +504,13 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 		{"an original of ours for c", map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": f.c.id}, ""},
 	} {
 		before := f.applied()
-		nc := f.another("another", test.labels)
+		nc := f.secondConfig("another", test.labels)
 		nc.Finalizers = []string{"example.com/of-b"} // the object stays until b removes this finalizer
 		if err := f.client.Create(t.Context(), nc); err != nil {
 			t.Fatalf("%s: %v", test.name, err)
 		}
 		if test.reason != "" {
-			c := f.verdict(nc.Name)
+			c := f.waitDecision(nc.Name)
 			if c.Status != metav1.ConditionFalse || c.Reason != test.reason {
 				t.Errorf("%s: %+v; want %s", test.name, c, test.reason)
 			}
@@ -575,7 +575,7 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 	if err := f.client.Delete(t.Context(), nc); err != nil {
 		t.Fatal(err)
 	}
-	c := f.a.condition(f.b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+	c := f.a.waitCondition(f.b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
 	f.a.eventually("no TunnelEndpoint", func() (string, bool) { te := f.a.tunnelEndpoint(f.b); return fmt.Sprintf("%+v", te), te == nil })
 	table = append(table, f.row("deleted, but for a finalizer", "meaning", c.Reason, c.Message))
 	f.drop(nc)
@@ -595,7 +595,7 @@ func (f *foe) drop(o client.Object) {
 // publish creates b's NetworkConfig as it was at the beginning.
 func (f *foe) publish() {
 	f.a.t.Helper()
-	if err := f.client.Create(f.a.t.Context(), f.another(f.name, f.sender(f.b.id))); err != nil {
+	if err := f.client.Create(f.a.t.Context(), f.secondConfig(f.name, f.sender(f.b.id))); err != nil {
 		f.a.t.Fatal(err)
 	}
 }
@@ -634,7 +634,7 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 	if err := yaml.Unmarshal(text, crd); err != nil {
 		t.Fatal(err)
 	}
-	f.lax(crd)
+	f.loosenCRD(crd)
 	for _, test := range []struct{ name, pod, external, field string }{ // no field: a accepts the answer
 		{"answer of another length", "10.64.0.0/20", "None", "status.podCIDRNAT"},
 		{"answer empty", "", "None", "podCIDRNAT"},
@@ -659,7 +659,7 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 				return fmt.Sprintf("%+v", te), te.Spec.LocalNATPodCIDR == test.pod
 			})
 			f.checkHarmless(test.name)
-			f.a.ready(f.b)
+			f.a.waitReady(f.b)
 			table = append(table, f.row(test.name, "taken", "-", ""))
 		} else {
 			var condition metav1.Condition
@@ -685,8 +685,8 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 	return table
 }
 
-// lax replaces the CRD at b by one that accepts any answer.
-func (f *foe) lax(crd *apiextensions.CustomResourceDefinition) {
+// loosenCRD replaces the CRD at b by one that accepts any answer.
+func (f *foe) loosenCRD(crd *apiextensions.CustomResourceDefinition) {
 	f.a.t.Helper()
 	there := &unstructured.Unstructured{}
 	there.SetAPIVersion("apiextensions.k8s.io/v1")
@@ -754,7 +754,7 @@ func (f *foe) testUpdates(t *testing.T) {
 	if err := f.claim(nil); err != nil {
 		t.Fatal(err)
 	}
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 	done := f.writes()
 	t.Logf("%d updates in %v: %d writes of the manager; a change of c is applied after %v", updates, duration, done-before, took)
 	if most := 8*updates + 20 + leases(begin); done-before > most {
@@ -787,7 +787,7 @@ func (f *foe) testRecreation(t *testing.T) {
 		f.drop(nc)
 		f.publish()
 	}
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 	f.a.eventually(fmt.Sprintf("the networks that were, %+v", ipamStorage), func() (string, bool) {
 		now := f.a.ipamStorage().ClusterSubnets[f.b.id]
 		return fmt.Sprintf("%+v", now), now == ipamStorage
@@ -807,7 +807,7 @@ func (f *foe) testMany(t *testing.T) {
 		for i := from; i < to; i++ {
 			labels := f.sender([]string{f.b.id, f.c.id, f.a.id, fmt.Sprint("nobody-", i)}[i%4])
 			maps.Copy(labels, many)
-			if err := f.client.Create(t.Context(), f.another(fmt.Sprintf("one-of-many-%d", i), labels)); err != nil {
+			if err := f.client.Create(t.Context(), f.secondConfig(fmt.Sprintf("one-of-many-%d", i), labels)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -832,12 +832,12 @@ func (f *foe) testMany(t *testing.T) {
 	if err := f.a.client.DeleteAllOf(t.Context(), &v1alpha1.NetworkConfig{}, client.InNamespace(f.namespace), many); err != nil {
 		t.Fatal(err)
 	}
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 
 	peer := identityOf(t, f.b, f.a)
 	for i := range 20 {
 		name := fmt.Sprintf("one-of-many-%d", i)
-		if err := peer.Create(t.Context(), f.another(name, f.sender(f.b.id))); !apierrors.IsForbidden(err) {
+		if err := peer.Create(t.Context(), f.secondConfig(name, f.sender(f.b.id))); !apierrors.IsForbidden(err) {
 			t.Errorf("NetworkConfig %s: %v", name, err)
 		}
 	}

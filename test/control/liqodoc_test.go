@@ -123,7 +123,7 @@ func TestDocumentedPeeringWithLiqoWorks(t *testing.T) {
 		begin := parsed(t, files["begin.yaml"], env)
 		b.apply(begin)
 		waitAgreedWithLiqo(a, b, manager)
-		a.ready(b)
+		a.waitReady(b)
 
 		peering := here[len(here)-1]
 		a.remove(peering)

@@ -97,7 +97,7 @@ func TestClusterImportsManyServices(t *testing.T) {
 	took := time.Since(began)
 	w.settle()
 	if asked := w.audits.next(); asked.writes() != 1 || asked[newSession] != 1 {
-		t.Errorf("a manager that starts again among %d services writes more than its session: %v", peers*services, asked.per(1))
+		t.Errorf("a manager that starts again among %d services writes more than its session: %v", peers*services, asked.dividedBy(1))
 	}
 	u := home.load()
 	m.remark("it starts again: all services looked at after %.1f s, its session alone written, %.1f CPU s, peak of resident memory %d MiB", took.Seconds(), u.cpu.Seconds(), u.peak>>20)
@@ -531,18 +531,18 @@ func (m *market) phase(name string, f func()) {
 	m.figure("of this, from the exporter's slice to its PeerServices, s", "%s", quantiles(written))
 	m.figure("importing manager: CPU, s", "%.1f", cpu.Seconds())
 	m.figure("its API server: CPU, s", "%.1f", server.Seconds())
-	m.figure("importing manager: writes", "%s", asked.of("home"))
+	m.figure("importing manager: writes", "%s", asked.byOrigin("home"))
 	m.figure("importing manager: read of its API server, MiB", "%.1f", float64(m.toHome.read.Load()-read)/(1<<20))
 	m.figure("an exporting manager: CPU, s", "%.1f", theirs.Seconds())
-	m.figure("an exporting manager: writes at the importer", "%s", asked.of("home-by-peer"))
+	m.figure("an exporting manager: writes at the importer", "%s", asked.byOrigin("home-by-peer"))
 	m.figure("an exporting manager: sent to the importer, MiB", "%.1f", float64(m.fromB.sent.Load()-sent)/(1<<20))
-	m.figure("an exporting manager: writes in its cluster", "%s", asked.of("b"))
+	m.figure("an exporting manager: writes in its cluster", "%s", asked.byOrigin("b"))
 	m.figure("each kube-proxy: events; MiB", "%s", fmt.Sprintf("%d; %.1f", eventsNow-events, float64(octetsNow-octets)/(1<<20)))
-	m.t.Logf("%s: %s", name, asked.per(1))
+	m.t.Logf("%s: %s", name, asked.dividedBy(1))
 }
 
-// of returns the writes of one origin, by kind.
-func (c tally) of(where string) string {
+// byOrigin returns the writes of one origin, by kind.
+func (c tally) byOrigin(where string) string {
 	all := make(map[string]int)
 	for key, number := range c {
 		if f := strings.Fields(key); len(f) == 3 && f[0] == where && (tally{key: number}).writes() > 0 {
@@ -583,7 +583,7 @@ func (m *market) checkRest(what string, d time.Duration) {
 	m.remark("%s, in %v: %d writes; importing manager %.2f %% of a core, %d octets a second read, %d MiB; exporting manager %.2f %% of a core, %d MiB", what, d,
 		asked.writes(), share(m.home.cpu(), before), (m.toHome.read.Load()-read)/int64(d.Seconds()), m.home.load().memory>>20, share(m.b.cpu(), theirs), m.b.load().memory>>20)
 	if asked.writes() > 0 {
-		m.t.Errorf("%s the managers write: %v", what, asked.per(1))
+		m.t.Errorf("%s the managers write: %v", what, asked.dividedBy(1))
 	}
 }
 

@@ -405,8 +405,8 @@ func peer(t *testing.T, a, b *site, flags ...string) {
 	if out, err := a.isthmus(append([]string{"peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig}, flags...)...); err != nil {
 		t.Fatalf("isthmus peer %s %s: %v\n%s", a.name, b.name, err, out)
 	}
-	a.ready(b)
-	b.ready(a)
+	a.waitReady(b)
+	b.waitReady(a)
 }
 
 // unpeer un-peers two clusters by the command line.
@@ -431,15 +431,15 @@ func (s *site) peering(other *site) *isthmus.Peering {
 	return nil
 }
 
-// ready waits until the Peering with another cluster is Ready.
-func (s *site) ready(other *site) {
+// waitReady waits until the Peering with another cluster is Ready.
+func (s *site) waitReady(other *site) {
 	s.t.Helper()
-	s.condition(other, isthmus.ConditionReady, metav1.ConditionTrue, "")
+	s.waitCondition(other, isthmus.ConditionReady, metav1.ConditionTrue, "")
 }
 
-// condition waits until a condition of the Peering has the status and, unless it is empty, the
+// waitCondition waits until a condition of the Peering has the status and, unless it is empty, the
 // reason. It returns the condition.
-func (s *site) condition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
+func (s *site) waitCondition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
 	s.t.Helper()
 	var found *metav1.Condition
 	s.eventually(fmt.Sprintf("%s's Peering with %s: %s=%s %s", s.name, other.name, kind, status, reason), func() (string, bool) {
@@ -456,8 +456,8 @@ func (s *site) condition(other *site, kind string, status metav1.ConditionStatus
 	return found
 }
 
-// has returns a condition of the Peering with another cluster, or the zero value if there is none.
-func (s *site) has(other *site, kind string) metav1.Condition {
+// conditionOf returns a condition of the Peering with another cluster, or the zero value if there is none.
+func (s *site) conditionOf(other *site, kind string) metav1.Condition {
 	s.t.Helper()
 	if p := s.peering(other); p != nil {
 		if c := meta.FindStatusCondition(p.Status.Conditions, kind); c != nil {
@@ -550,7 +550,7 @@ func rejoin(sites ...*site) {
 	for _, s := range sites {
 		for _, other := range sites {
 			if s != other {
-				s.ready(other)
+				s.waitReady(other)
 			}
 		}
 	}

@@ -103,10 +103,10 @@ func isthmus(t *testing.T, f *fleet.Fleet, args ...string) {
 func peer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	t.Helper()
 	isthmus(t, f, "peer", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
-	ready(t, a, b)
+	waitReady(t, a, b)
 }
 
-func ready(t *testing.T, a, b *fleet.Cluster) {
+func waitReady(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
 		if err := pair[0].WaitReady(t.Context(), pair[1], patience); err != nil {

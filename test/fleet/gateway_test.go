@@ -219,7 +219,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 		if stood > 30*time.Second { // the gateway sends a request every 2 s, with a timeout of 2.5 s
 			t.Errorf("it stood down after %v", stood)
 		}
-		ready(t, a, b)
+		waitReady(t, a, b)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
 		from, to := podOn(t, a, 2), podOn(t, b, 1)
@@ -296,7 +296,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 		_, err = firstPing(again, from.Host, back)
 		must(t, err)
 		t.Logf("and %.2f s after both gateways were restarted, one after the other", time.Since(begin).Seconds())
-		ready(t, a, b)
+		waitReady(t, a, b)
 		time.Sleep(time.Second)
 		during.end(t)
 		podsToPods(t, a, b)

@@ -35,7 +35,7 @@ func TestControlPlanesWorkThroughTheTunnel(t *testing.T) {
 	inBand := func(t *testing.T) {
 		t.Helper()
 		isthmus(t, f, "peer", "--in-band", "--services", "default", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	}
 
 	inBand(t)
@@ -73,7 +73,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 			rotate(t, f, c)
 		}
 		traffic.endWithoutLoss(t)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("ImmediateKeyReplacementRequiresThePeerCommand", func(t *testing.T) {
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
@@ -89,7 +89,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	t.Run("FailoverIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		failOver(t, a)
 		waitForAddress(t, a, b)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("AddressChangeIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		var service corev1.Service
@@ -102,7 +102,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		delete(service.Annotations, v1alpha1.AnnotationOverrideAddress)
 		must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
 		waitForAddress(t, b, a)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("ConditionNamesTheCommandIfBothSidesFailOver", func(t *testing.T) {
 		startGateways(t, a)

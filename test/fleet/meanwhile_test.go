@@ -118,7 +118,7 @@ func (s *troubleSite) recordMoments(t *testing.T, tr *trouble, to netip.Addr, la
 		_, err := podOn(t, s.a, s.node).PingWith(t.Context(), to, lab.PingOptions{Wait: time.Second})
 		m.Traffic = err == nil
 		m.Status, _ = peeringStatus(t.Context(), s.Fleet, s.a)
-		m.Kubectl = s.ready(t)
+		m.Kubectl = s.readyColumn(t)
 		if m.Diagnose, _, err = diagnose(t.Context(), s.Fleet, s.a, s.b, true); err != nil {
 			m.Diagnose, _, _ = diagnose(t.Context(), s.Fleet, s.a, s.b, false) // b does not respond
 		}
@@ -139,8 +139,8 @@ func (s *troubleSite) recordMoments(t *testing.T, tr *trouble, to netip.Addr, la
 	return said
 }
 
-// ready returns the column READY of `kubectl get peerings` in cluster a.
-func (s *troubleSite) ready(t *testing.T) string {
+// readyColumn returns the column READY of `kubectl get peerings` in cluster a.
+func (s *troubleSite) readyColumn(t *testing.T) string {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
 	p, err := s.a.Peering(ctx, s.b)

@@ -39,7 +39,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		mappedEndpoint(t, a, b) // requires that managers write and gateways read again
 		mappedEndpoint(t, b, a)
 		t.Logf("endpoints of both sides are mapped %.2f s after the second restart", time.Since(begin).Seconds())
-		ready(t, a, b)
+		waitReady(t, a, b)
 		during.endWithoutLoss(t)
 		active(t, a)
 		active(t, b)
@@ -67,7 +67,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		}
 		must(t, a.Start(t.Context(), fleet.Manager))
 		must(t, b.Start(t.Context(), fleet.Manager))
-		ready(t, a, b)
+		waitReady(t, a, b)
 		during.endWithoutLoss(t)
 		if now := seen(t, a, b, fresh.Addr); now != addr {
 			t.Errorf("after the managers' return the new pod is at %v; it was at %v", now, addr)
@@ -116,7 +116,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		during := talk(t, from, to, addr)
 		time.Sleep(3 * time.Second)
 		must(t, a.Server.Thaw())
-		ready(t, a, b)
+		waitReady(t, a, b)
 		mappedEndpoint(t, a, b)
 		during.endWithoutLoss(t)
 		if now := active(t, a); now != was {
@@ -143,7 +143,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		waitResponse(t, a, was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
 		heal()
 		waitResponse(t, a, was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(1-was))
-		ready(t, a, b)
+		waitReady(t, a, b)
 		if now := active(t, a); now == was {
 			t.Errorf("active: %s; want its successor", a.Nodes[now])
 		}

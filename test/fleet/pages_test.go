@@ -92,7 +92,7 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 			}
 		}
 		if args[1] == "peer" {
-			ready(t, s.a, s.b)
+			waitReady(t, s.a, s.b)
 		}
 	}
 	if archives, _ := filepath.Glob(filepath.Join(dir, "isthmus-gather-*.tar.gz")); len(archives) != 1 {

@@ -104,7 +104,7 @@ func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	if *long && took > 15*time.Second {
 		t.Errorf("the first ping was answered after %v; want 5 s on a machine of its own, 15 s anywhere", took)
 	}
-	ready(t, a, b)
+	waitReady(t, a, b)
 }
 
 // podsToPods connects pods on every node of a cluster to pods on every node of another cluster.
@@ -224,11 +224,11 @@ func checkAtRest(t *testing.T, f *fleet.Fleet) {
 	waitSettled(t, f)
 	before, began := map[*fleet.Cluster]glance{}, time.Now()
 	for _, c := range f.Clusters {
-		before[c] = look(t, c)
+		before[c] = readGlance(t, c)
 	}
 	time.Sleep(quiet)
 	for _, c := range f.Clusters {
-		was, is, refreshed := before[c], look(t, c), map[string]int{}
+		was, is, refreshed := before[c], readGlance(t, c), map[string]int{}
 		for name, version := range is.versions {
 			kind, _, _ := strings.Cut(name, " ")
 			switch {
@@ -264,8 +264,8 @@ type glance struct {
 	others    map[string]string // the rest of their status
 }
 
-// look returns a consistent glance: it repeats the reads until no object changed during them.
-func look(t *testing.T, c *fleet.Cluster) glance {
+// readGlance returns a consistent glance: it repeats the reads until no object changed during them.
+func readGlance(t *testing.T, c *fleet.Cluster) glance {
 	t.Helper()
 	for {
 		g := lookOnce(t, c)

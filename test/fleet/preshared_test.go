@@ -60,7 +60,7 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 		for i := range 2 {
 			must(t, b.Start(t.Context(), fleet.Gateway(i)))
 		}
-		ready(t, a, b)
+		waitReady(t, a, b)
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
@@ -89,7 +89,7 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 			return nil
 		})
 		demand(t, a, b, peerings.PostQuantumPreferred)
-		ready(t, a, b)
+		waitReady(t, a, b)
 		time.Sleep(10 * time.Second) // until cluster b has noticed that cluster a lost the sessions of the second tunnel
 	})
 	t.Run("KeyIsIntroducedWithoutPacketLoss", func(t *testing.T) {
@@ -118,7 +118,7 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 		demand(t, b, a, peerings.PostQuantumRequired)
 		time.Sleep(3 * time.Second)
 		traffic.endWithoutLoss(t)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("ManagerRecoversFromALostSecret", func(t *testing.T) {
 		demand(t, a, b, peerings.PostQuantumPreferred)

@@ -37,7 +37,7 @@ func TestCommandsOfRecipesPageWork(t *testing.T) {
 
 	follow(t, f, "A full mesh of clusters")
 	for _, pair := range [][2]*fleet.Cluster{{paris, oslo}, {paris, rome}, {oslo, rome}} {
-		ready(t, pair[0], pair[1])
+		waitReady(t, pair[0], pair[1])
 		podsToPods(t, pair[0], pair[1]) // podsToPods also compares the sources
 		podsToPods(t, pair[1], pair[0])
 	}
@@ -72,14 +72,14 @@ func TestCommandsOfRecipesPageWork(t *testing.T) {
 		must(t, oslo.Launch(name))
 	}
 	follow(t, f, "A cluster that sleeps over the weekend")
-	ready(t, paris, oslo)
+	waitReady(t, paris, oslo)
 	podsToPods(t, paris, oslo)
 	waitListed(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
 
 	before := seen(t, paris, oslo, podOn(t, oslo, 0).Addr)
 	must(t, f.Replace(t.Context(), oslo))
 	follow(t, f, "Replace a cluster")
-	ready(t, paris, oslo)
+	waitReady(t, paris, oslo)
 	podsToPods(t, paris, oslo)
 	podsToPods(t, oslo, paris)
 	if now := seen(t, paris, oslo, podOn(t, oslo, 0).Addr); now == before {

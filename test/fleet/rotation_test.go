@@ -139,7 +139,7 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 		former = append(former, before)
 		waitPreshared(t, a, b, exchange)
 		waitProved(t, a, b)
-		ready(t, a, b)
+		waitReady(t, a, b)
 		traffic.endWithoutLoss(t)
 	})
 	t.Run("RotateNowDiscardsTheOldKey", func(t *testing.T) {
@@ -156,7 +156,7 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 			}
 			return nil
 		})
-		ready(t, a, b)
+		waitReady(t, a, b)
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})

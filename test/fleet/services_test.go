@@ -27,7 +27,7 @@ func TestThreeClustersShareAService(t *testing.T) {
 	for _, pair := range [][2]*fleet.Cluster{{a, b}, {a, c}, {b, c}} {
 		isthmus(t, f, "peer", "--request-timeout", "1m", "--timeout", patience.String(), "--services", "default",
 			"--context", pair[0].Name, "--remote-context", pair[1].Name)
-		ready(t, pair[0], pair[1])
+		waitReady(t, pair[0], pair[1])
 	}
 	exportShop(t, a)
 	exportShop(t, b)

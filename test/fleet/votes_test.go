@@ -138,7 +138,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 		for i := range 2 {
 			must(t, a.Start(t.Context(), fleet.Agent(i)))
 		}
-		ready(t, a, b)
+		waitReady(t, a, b)
 		podsToPods(t, a, b)
 	})
 

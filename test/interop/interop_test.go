@@ -352,7 +352,7 @@ func withoutBursts(said []time.Time) (alone []time.Time) {
 // ourPings checks the gateway's PINGs byte by byte.
 func (s *site) ourPings() {
 	s.eventually("seven PINGs of the connection check", func() error {
-		pings, _ := s.responder.heard()
+		pings, _ := s.responder.receivedPings()
 		var said []time.Time
 		for _, p := range pings {
 			if sent, err := sentAt(p.raw); err == nil {
@@ -364,7 +364,7 @@ func (s *site) ourPings() {
 		}
 		return nil
 	})
-	pings, broken := s.responder.heard()
+	pings, broken := s.responder.receivedPings()
 	if len(broken) > 0 {
 		s.Errorf("no PINGs: %q", broken)
 	}
@@ -725,9 +725,9 @@ func (s *site) nothing(c *net.UDPConn) {
 // silence checks that the gateway reports the peer as lost ten seconds after its last answer
 // (docs/liqo-v0.md, section 8).
 func (s *site) silence() {
-	before, _ := s.responder.heard()
+	before, _ := s.responder.receivedPings()
 	s.eventually("one more PING", func() error {
-		pings, _ := s.responder.heard()
+		pings, _ := s.responder.receivedPings()
 		if len(pings) == len(before) {
 			return fmt.Errorf("%d so far", len(pings))
 		}

@@ -323,7 +323,7 @@ func (w *world) checkSources(t *testing.T, c *kubenodes.Cluster) (err error) {
 		return failed
 	}
 	for _, n := range c.Nodes {
-		want, _ := shown(t, w, c, other, pod, n)
+		want, _ := expectedSource(t, w, c, other, pod, n)
 		for _, protocol := range []string{probe.TCP, probe.UDP} {
 			a, failed := send(t.Context(), c, n, pod, probe.Request{Protocol: protocol, To: there, Port: port, Size: 100})
 			if failed != nil || a.From != want {

@@ -112,9 +112,9 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	}{
 		{"nothing, for comparison", func(context.Context) error { return nil }, bothServe, ""},
 		{"both gateways of b killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.b, "gateway") }, bothServe, ""},
-		{"both gateways of b gone for 25 s", away(w.b, "isthmus-gateway", gone), bothServe, ""},
-		{"both gateways of a gone for 25 s", away(w.a, "isthmus-gateway", gone), bothServe, ""},
-		{"both gateways of b gone for 150 s, and Linux chooses the client's ports", away(w.b, "isthmus-gateway", goneLong), bothServe, "kernel"},
+		{"both gateways of b gone for 25 s", scaledAway(w.b, "isthmus-gateway", gone), bothServe, ""},
+		{"both gateways of a gone for 25 s", scaledAway(w.a, "isthmus-gateway", gone), bothServe, ""},
+		{"both gateways of b gone for 150 s, and Linux chooses the client's ports", scaledAway(w.b, "isthmus-gateway", goneLong), bothServe, "kernel"},
 		{"the tunnel cut for 25 s", func(ctx context.Context) error { return w.whileCut(ctx, gone) }, bothServe, ""},
 		{"API server of b frozen for 25 s", func(context.Context) error {
 			err := w.b.Server.Freeze()
@@ -122,7 +122,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 			return errors.Join(err, w.b.Server.Thaw())
 		}, bothServe, ""},
 		{"managers of b killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.b, "manager") }, bothServe, ""},
-		{"managers of b gone for 25 s", away(w.b, "isthmus-manager", gone), bothServe, ""},
+		{"managers of b gone for 25 s", scaledAway(w.b, "isthmus-manager", gone), bothServe, ""},
 		{"managers of a killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.a, "manager") }, bothServe, ""},
 		{"b has another network in a (`spec.overrides.podCIDR`)", func(ctx context.Context) error { return w.override(ctx, others[0]) }, bothServe, ""},
 		{"un-peering", w.unpeer(t), apart, ""},
@@ -149,7 +149,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 				}()
 			}
 			r := s.during(t, fault.do, fault.after.answer)
-			left := w.unexpected(t, fault.after)
+			left := w.unexpectedObjects(t, fault.after)
 			leaks := w.sniffer.Take()
 			line := fmt.Sprintf("| %s | %s | %s | %d |\n", fault.name, r, left, len(leaks))
 			t.Log(line)
@@ -337,8 +337,8 @@ func killAll(ctx context.Context, c *kubenodes.Cluster, component string) error 
 	return err
 }
 
-// away returns a function that scales a Deployment to zero for a duration.
-func away(c *kubenodes.Cluster, name string, d time.Duration) func(context.Context) error {
+// scaledAway returns a function that scales a Deployment to zero for a duration.
+func scaledAway(c *kubenodes.Cluster, name string, d time.Duration) func(context.Context) error {
 	return func(ctx context.Context) error {
 		scale := func(n int) error {
 			var d appsv1.Deployment
@@ -426,9 +426,9 @@ func sharedIn(ctx context.Context, c *kubenodes.Cluster) (map[string]int, error)
 	return all, err
 }
 
-// unexpected waits until both clusters have the expected objects for the service, and returns all
+// unexpectedObjects waits until both clusters have the expected objects for the service, and returns all
 // other objects for it.
-func (w *world) unexpected(t *testing.T, s serving) string {
+func (w *world) unexpectedObjects(t *testing.T, s serving) string {
 	t.Helper()
 	var left, lacking []string
 	err := wait.PollUntilContextTimeout(t.Context(), 200*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

@@ -38,7 +38,7 @@ func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 				must(t, err)
 				for _, source := range from.Nodes {
 					for _, k := range kinds {
-						want, _ := shown(t, w, from, to, k, source)
+						want, _ := expectedSource(t, w, from, to, k, source)
 						for _, protocol := range []string{probe.TCP, probe.UDP} {
 							check := func(what string, at netip.AddrPort, want netip.Addr) {
 								a, err := send(t.Context(), from, source, k, probe.Request{Protocol: protocol, To: at.Addr(), Port: at.Port(), Size: 500})

@@ -108,10 +108,10 @@ var shortfalls = map[string]target{
 	"active gateway frozen for 5 s, one node":                  {udp: figure{5.5, 5.5}, tcp: figure{5.5, 6}}, // 5.04, 5.05 s; 5.03, 5.04 s
 }
 
-// usual returns the target of a fault without a shortfall. A planned change may lose no more than
+// usualTarget returns the target of a fault without a shortfall. A planned change may lose no more than
 // undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5 s in
 // the median, and within 3 s in the worst case.
-func usual(f votesFault, calm figure) target {
+func usualTarget(f votesFault, calm figure) target {
 	if f.planned {
 		return target{lost: figure{calm[0] + plannedMargin, calm[1] + plannedMargin}}
 	}
@@ -119,7 +119,7 @@ func usual(f votesFault, calm figure) target {
 }
 
 func targetOf(f votesFault, calm figure) target {
-	most, known := usual(f, calm), shortfalls[f.name]
+	most, known := usualTarget(f, calm), shortfalls[f.name]
 	return target{cmp.Or(known.lost, most.lost), cmp.Or(known.udp, most.udp), cmp.Or(known.tcp, most.tcp)}
 }
 
@@ -155,7 +155,7 @@ func TestRecoveryMeetsTargetsWhenNodesVote(t *testing.T) {
 		if most := targetOf(fault, calm); !most.met(r) {
 			t.Errorf("%s: want at most %+v, have %s", fault.name, most, r.line(fault.name))
 		}
-		if _, known := shortfalls[fault.name]; known && usual(fault, calm).met(r) {
+		if _, known := shortfalls[fault.name]; known && usualTarget(fault, calm).met(r) {
 			t.Errorf("%s meets its target, and is no shortfall any more: %s", fault.name, r.line(fault.name))
 		}
 		delete(rows, fault.name)
