@@ -53,8 +53,8 @@ func ping(src, dst string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// checkResumes checks that both packets of the conversation still have the same translation, octet for
-// octet.
+// checkResumes checks that both packets of the conversation still have the same translation, octet
+// for octet.
 func (w *witness) checkResumes(t testing.TB, e *Engine, now time.Duration) {
 	t.Helper()
 	for dir := range directions {

@@ -56,7 +56,7 @@ func (e *entry) owner(kind flowKind) addr {
 
 // find returns the number of the host with address a, or 0 if it has no flow.
 func (t *hostTable) find(a addr) uint32 {
-	i := t.chains.first(t.hashOf(a))
+	i := t.chains.firstNumber(t.hashOf(a))
 	for i != 0 && t.addr(i) != a {
 		i = t.at(i).next
 	}
@@ -236,8 +236,8 @@ func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	return &t.waiting[waitingIn(class, local.family(), rangeOf(uint16(word>>nearShift[Inbound])))]
 }
 
-// longestWaiting returns the index in heads of the flow that has waited longest, or -1 if all queues
-// are empty. Each element of heads is the first flow of a queue, or 0 if the queue is empty.
+// longestWaiting returns the index in heads of the flow that has waited longest, or -1 if all
+// queues are empty. Each element of heads is the first flow of a queue, or 0 if the queue is empty.
 // The caller holds mu.
 func (t *flowTable) longestWaiting(heads *[waitingQueues]uint32) int {
 	found := -1

@@ -40,8 +40,8 @@ func (i injection) run(t *testing.T) {
 	i.victim.checkStopped(t, marker, func() error { return i.send(marker) })
 }
 
-// victimNode returns the index of the node whose pod is the victim: neither the active gateway's node
-// nor s.other.
+// victimNode returns the index of the node whose pod is the victim: neither the active gateway's
+// node nor s.other.
 func (s *site) victimNode() int { return 3 - s.gateway - s.other }
 
 func (s *site) onPod(t *testing.T) (*lab.Pod, *victim) {

@@ -258,18 +258,18 @@ func (f *foe) applied() map[string]string {
 	return versions
 }
 
-// checkUnmoved fails the test if a version differs from that in before.
-func (f *foe) checkUnmoved(what string, before map[string]string) {
+// checkUnmoved fails the test if an object no longer has its version in versions.
+func (f *foe) checkUnmoved(what string, versions map[string]string) {
 	f.a.t.Helper()
 	time.Sleep(100 * time.Millisecond) // time for changes that might follow the refusal
 	after := f.applied()
-	for _, name := range slices.Sorted(maps.Keys(before)) {
-		if after[name] != before[name] {
-			f.a.t.Errorf("%s: %s was %q, is %q", what, name, before[name], after[name])
+	for _, name := range slices.Sorted(maps.Keys(versions)) {
+		if after[name] != versions[name] {
+			f.a.t.Errorf("%s: %s was %q, is %q", what, name, versions[name], after[name])
 		}
 	}
-	if len(after) != len(before) {
-		f.a.t.Errorf("%s: there were %d objects, there are %d: %v", what, len(before), len(after), after)
+	if len(after) != len(versions) {
+		f.a.t.Errorf("%s: there were %d objects, there are %d: %v", what, len(versions), len(after), after)
 	}
 }
 
@@ -309,8 +309,8 @@ func tableRow(input, outcome, reason, message string) string {
 	return fmt.Sprintf("%-44s %-9s %-12s %s", input, outcome, reason, message)
 }
 
-// waitDecision waits until a has decided about the present generation of a NetworkConfig, and returns
-// the condition Accepted.
+// waitDecision waits until a has decided about the present generation of a NetworkConfig, and
+// returns the condition Accepted.
 func (f *foe) waitDecision(name string) metav1.Condition {
 	f.a.t.Helper()
 	var accepted metav1.Condition

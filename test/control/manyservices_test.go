@@ -454,8 +454,8 @@ func endpointsOf(s isthmus.ExportedService) (all []discoveryv1.Endpoint) {
 	return all
 }
 
-// replace replaces pods of the exporters in turn, each time of another service. It spreads the
-// replacements evenly over duration; if duration is 0, it makes all at once.
+// replace replaces pods of the exporters in turn, of another service each time. It spreads the
+// replacements evenly over duration; if duration is 0, it replaces all pods at once.
 func (m *market) replace(pods int, duration time.Duration, all ...*exporter) {
 	m.t.Helper()
 	number := len(all[0].services)

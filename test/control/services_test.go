@@ -191,8 +191,8 @@ func (f *seller) waitRefusal(shard string, key services.Key) (found isthmus.Refu
 	return found
 }
 
-// servedEndpoints returns the ready endpoints of a service in namespace prod of a, and whether there is a
-// ServiceImport.
+// servedEndpoints returns the ready endpoints of a service in namespace prod of a, and whether
+// there is a ServiceImport.
 func (f *seller) servedEndpoints(name string) (addresses []string, imported bool) {
 	f.a.t.Helper()
 	var list discoveryv1.EndpointSliceList

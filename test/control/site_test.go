@@ -456,7 +456,8 @@ func (s *site) waitCondition(other *site, kind string, status metav1.ConditionSt
 	return found
 }
 
-// conditionOf returns a condition of the Peering with another cluster, or the zero value if there is none.
+// conditionOf returns a condition of the Peering with another cluster, or the zero value if there
+// is none.
 func (s *site) conditionOf(other *site, kind string) metav1.Condition {
 	s.t.Helper()
 	if p := s.peering(other); p != nil {

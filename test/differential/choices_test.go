@@ -252,20 +252,20 @@ func TestEngineUsesTheNetworkAddressOnlyForNAPT(t *testing.T) {
 func TestEngineAndKernelRefuseUnmappedExternalAddresses(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 8), nth(x.plan.extSeen[B], 99)
-	x.dropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+	x.sendDropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
 func TestPacketToNoPeerDoesNotEnterTheTunnel(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 9), address(0x08080808)
-	x.dropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+	x.sendDropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
 func TestEngineAndKernelRefuseRedirects(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 12)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
-	x.dropped(B, natengine.DropICMPError, icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1))
+	x.sendDropped(B, natengine.DropICMPError, icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1))
 }
 
 func TestICMPErrorWithAWrongChecksumIsRefusedByTheEngine(t *testing.T) {

@@ -94,8 +94,8 @@ func (x *exchange) checkSame(from side, where string, engine, kernel [][]byte, h
 	}
 }
 
-// dropped sends packets that neither translator may forward.
-func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
+// sendDropped sends packets that neither translator may forward.
+func (x *exchange) sendDropped(from side, want natengine.Drop, packets ...[]byte) {
 	x.Helper()
 	if o := x.engines.send(x.T, from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
 		x.Errorf("%v: engine let through %d packets, dropped for %v, want %v", from, len(o.out), o.drops, want)

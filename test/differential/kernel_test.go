@@ -156,10 +156,10 @@ func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ..
 	return wire, out
 }
 
-// refuses injects a packet that the kernel should drop, and then the packet after, which it should
-// forward. Waiting for the second packet is faster than waiting for a timeout. refuses returns the
-// packets that arrived before the second one.
-func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
+// injectRefused injects a packet that the kernel should drop, and then the packet after, which it
+// should forward. Waiting for the second packet is faster than waiting for a timeout. injectRefused
+// returns the packets that arrived before the second one.
+func (k *kernel) injectRefused(t *testing.T, from side, b, after []byte) (through [][]byte) {
 	t.Helper()
 	to := k.pods[from.other()]
 	to.Drain(t)

@@ -249,5 +249,5 @@ func TestEngineAndKernelServeOnlyOneHostPerPortlessProtocol(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 10)
 	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))
-	x.dropped(A, natengine.DropProtocol, ip(header{}, x.plan.node(A, 8), dst, protoTest, []byte("first served")))
+	x.sendDropped(A, natengine.DropProtocol, ip(header{}, x.plan.node(A, 8), dst, protoTest, []byte("first served")))
 }

@@ -409,7 +409,7 @@ func (w *world) sendRefused(c *talk, forward bool, arrived [judges][]byte) {
 	}
 	dst := p.podSeen(to, 1)
 	after := ip(header{id: 0xfffe}, p.pod(from, 1), dst, protoUDP, udp(p.pod(from, 1), dst, 7, 7, nil))
-	if out := w.kernel.refuses(w.T, from, what.b(arrived[byKernel]), after); len(out) > 0 {
+	if out := w.kernel.injectRefused(w.T, from, what.b(arrived[byKernel]), after); len(out) > 0 {
 		w.Fatalf("step %d, %s: the kernel let through\n%s", w.steps, what.name, dump(out))
 	}
 }

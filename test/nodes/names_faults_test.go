@@ -426,8 +426,8 @@ func sharedIn(ctx context.Context, c *kubenodes.Cluster) (map[string]int, error)
 	return all, err
 }
 
-// unexpectedObjects waits until both clusters have the expected objects for the service, and returns all
-// other objects for it.
+// unexpectedObjects waits until both clusters have the expected objects for the service, and
+// returns all other objects for it.
 func (w *world) unexpectedObjects(t *testing.T, s serving) string {
 	t.Helper()
 	var left, lacking []string

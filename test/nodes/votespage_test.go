@@ -108,9 +108,9 @@ var shortfalls = map[string]target{
 	"active gateway frozen for 5 s, one node":                  {udp: figure{5.5, 5.5}, tcp: figure{5.5, 6}}, // 5.04, 5.05 s; 5.03, 5.04 s
 }
 
-// usualTarget returns the target of a fault without a shortfall. A planned change may lose no more than
-// undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5 s in
-// the median, and within 3 s in the worst case.
+// usualTarget returns the target of a fault without a shortfall. A planned change may lose no more
+// than undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5
+// s in the median, and within 3 s in the worst case.
 func usualTarget(f votesFault, calm figure) target {
 	if f.planned {
 		return target{lost: figure{calm[0] + plannedMargin, calm[1] + plannedMargin}}

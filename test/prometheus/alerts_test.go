@@ -275,9 +275,9 @@ func TestEachAlertFiresForItsFaultAndNoOther(t *testing.T) {
 	}
 }
 
-// known returns the labels of all metrics, without the labels of the target. It reads
+// knownLabels returns the labels of all metrics, without the labels of the target. It reads
 // docs/metrics.md, which is generated from the code.
-func known(t *testing.T) map[string][]string {
+func knownLabels(t *testing.T) map[string][]string {
 	t.Helper()
 	text, err := os.ReadFile(metricsFile)
 	if err != nil {
@@ -352,7 +352,7 @@ func check(t *testing.T, where, text string, metrics map[string][]string) {
 }
 
 func TestAlertsUseMetricsAndLabelsThatExist(t *testing.T) {
-	metrics := known(t)
+	metrics := knownLabels(t)
 	for _, g := range groups(t) {
 		for _, r := range g.Rules {
 			check(t, r.Alert, r.Expr, metrics)
