@@ -53,9 +53,9 @@ func ping(src, dst string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// resume checks that both packets of the conversation still have the same translation, octet for
-// octet.
-func (w *witness) resume(t testing.TB, e *Engine, now time.Duration) {
+// checkResumes checks that both packets of the conversation still have the same translation, octet
+// for octet.
+func (w *witness) checkResumes(t testing.TB, e *Engine, now time.Duration) {
 	t.Helper()
 	for dir := range directions {
 		if got, v := sendAt(t, e, dir, w.sent[dir], now); v.Action != Forward || !bytes.Equal(got, w.expected[dir]) {
@@ -69,9 +69,9 @@ func sendAt(t testing.TB, e *Engine, dir Direction, b []byte, now time.Duration)
 	return send(t, e, dir, b, tickOf(now))
 }
 
-// newcomers checks that hosts of ours without flows can open flows to the peers, and that pods of
-// the peers can open flows to our endpoint.
-func newcomers(t testing.TB, e *Engine, i int, now time.Duration, peers ...string) {
+// checkNewFlows checks that hosts of ours without flows can open flows to the peers, and that pods
+// of the peers can open flows to our endpoint.
+func checkNewFlows(t testing.TB, e *Engine, i int, now time.Duration, peers ...string) {
 	t.Helper()
 	for _, far := range peers {
 		host := fmt.Sprintf("192.168.9.%d:%d", 1+i%250, 5000+i)
@@ -85,12 +85,12 @@ func newcomers(t testing.TB, e *Engine, i int, now time.Duration, peers ...strin
 	}
 }
 
-// An attack is a stream of packets. each returns the i-th packet.
+// An attack is a stream of packets. packet returns the i-th one.
 type attack struct {
-	name string
-	dir  Direction
-	each func(i int) []byte
-	// answered means that the victim answers, so that the attacker's flows are established.
+	name   string
+	dir    Direction
+	packet func(i int) []byte
+	// answered means that the victim answers, which establishes the attacker's flows.
 	answered bool
 }
 
@@ -157,7 +157,7 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 					e.Sweep(now)
 					stateful = 0
 					for _, w := range list {
-						w.resume(t, e, now)
+						w.checkResumes(t, e, now)
 						if w.stateful {
 							stateful++
 						}
@@ -172,7 +172,7 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 						t.Errorf("%+v", p)
 					}
 				}
-				newcomers(t, e, 0, now, "10.71", "10.73")
+				checkNewFlows(t, e, 0, now, "10.71", "10.73")
 			})
 		}
 	}
@@ -183,7 +183,7 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 func (a *attack) run(t *testing.T, e *Engine, list []witness) (now time.Duration) {
 	for i := range 6000 {
 		now = time.Duration(i) * time.Millisecond
-		b, v := sendAt(t, e, a.dir, a.each(i), now)
+		b, v := sendAt(t, e, a.dir, a.packet(i), now)
 		if a.answered && v.Action == Forward {
 			p := packettest.MustDecode(b)
 			back := packettest.Build(packettest.IP{Src: p.Dst, Dst: p.Src}, packettest.UDP{SrcPort: p.DstPort, DstPort: p.SrcPort})
@@ -191,10 +191,10 @@ func (a *attack) run(t *testing.T, e *Engine, list []witness) (now time.Duration
 		}
 		if i%500 == 499 {
 			for _, w := range list {
-				w.resume(t, e, now)
+				w.checkResumes(t, e, now)
 			}
-			newcomers(t, e, i, now, "10.71", "10.73")
-			whole(t, e, i, now)
+			checkNewFlows(t, e, i, now, "10.71", "10.73")
+			checkFragmented(t, e, i, now)
 		}
 		if i%1000 == 999 {
 			e.Sweep(now)
@@ -203,8 +203,8 @@ func (a *attack) run(t *testing.T, e *Engine, list []witness) (now time.Duration
 	return now
 }
 
-// whole checks that a fragmented datagram reaches an endpoint during the attack.
-func whole(t *testing.T, e *Engine, id int, now time.Duration) {
+// checkFragmented checks that a fragmented datagram reaches an endpoint during the attack.
+func checkFragmented(t *testing.T, e *Engine, id int, now time.Duration) {
 	t.Helper()
 	_, fragments := datagram("10.73.0.5:4001", "10.247.0.9:53", uint32(id)|0x8000)
 	left := 0
@@ -219,8 +219,8 @@ func whole(t *testing.T, e *Engine, id int, now time.Duration) {
 	}
 }
 
-// The hosts of c fill c's whole share with established flows. New flows of c must then be refused,
-// but b must keep its whole share.
+// The hosts of c fill c's whole share with established flows. The engine must then refuse new flows
+// of c, and b must still be able to use its whole share.
 func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000, MaxFlowsPerHost: 100}, peerB(), peerC())
 	list := witnesses(t, e)
@@ -232,10 +232,10 @@ func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	}
 	refused(t, e, Inbound, udp("10.73.66.77:6000", "10.247.0.9:53"), 0, DropFlowTableFull)
 	for _, w := range list {
-		w.resume(t, e, 0)
+		w.checkResumes(t, e, 0)
 	}
 	for i := range 200 {
-		newcomers(t, e, i, 0, "10.71")
+		checkNewFlows(t, e, i, 0, "10.71")
 	}
 }
 
@@ -254,7 +254,7 @@ func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	var v packet.View
 	for _, a := range attacks() {
 		for i := range 5000 {
-			parse(t, &v, a.each(i))
+			parse(t, &v, a.packet(i))
 			if a.dir == Inbound {
 				e.Inbound(&v, 0)
 			} else {

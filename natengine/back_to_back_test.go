@@ -86,15 +86,15 @@ func TestReplyTranslationUndoesRequestTranslation(t *testing.T) {
 				bitsB := 1 + rng.IntN(longest)
 				a, b := newSide(w, bits), newSide(w, bitsB)
 				if combination&1 != 0 {
-					a.podsSeen = w.apart(bits, a.externalSeen, netip.Prefix{})
+					a.podsSeen = w.disjoint(bits, a.externalSeen, netip.Prefix{})
 				}
 				if combination&2 != 0 {
-					b.podsSeen = w.apart(bitsB, b.externalSeen, netip.Prefix{})
+					b.podsSeen = w.disjoint(bitsB, b.externalSeen, netip.Prefix{})
 				}
 				if combination == 4 { // identical clusters that remap each other to the same range
 					b = newSide(w, bits)
 					b.pods = a.pods
-					a.podsSeen = w.apart(bits, a.externalSeen, b.externalSeen)
+					a.podsSeen = w.disjoint(bits, a.externalSeen, b.externalSeen)
 					b.podsSeen = a.podsSeen
 				}
 				if a.podsSeen.Overlaps(a.externalSeen) || b.podsSeen.Overlaps(b.externalSeen) {
@@ -114,14 +114,14 @@ func TestReplyTranslationUndoesRequestTranslation(t *testing.T) {
 func newSide(w *world, bits int) *side {
 	s := &side{pods: w.prefix(bits)}
 	s.podsSeen = s.pods
-	s.external = w.apart(max(bits, 8), s.pods, netip.Prefix{})
+	s.external = w.disjoint(max(bits, 8), s.pods, netip.Prefix{})
 	s.externalSeen = s.external
 	return s
 }
 
-// apart returns a random prefix that overlaps neither p nor q. If it finds none, it returns
-// any prefix.
-func (w *world) apart(bits int, p, q netip.Prefix) netip.Prefix {
+// disjoint returns a random prefix that overlaps neither p nor q. If it finds none, it returns any
+// prefix.
+func (w *world) disjoint(bits int, p, q netip.Prefix) netip.Prefix {
 	r := w.prefix(bits)
 	for range 100 {
 		if !r.Overlaps(p) && !r.Overlaps(q) {
@@ -165,7 +165,7 @@ func talk(t *testing.T, w *world, a, b *side) {
 			if p.Dst != server {
 				t.Fatalf("arrived at %v, not %v: %s", p.Dst, server, what)
 			}
-			answer := swapped(c.reply, p)
+			answer := replyTo(c.reply, p)
 			back := cross(t, b, a, packettest.Build(packettest.IP{Src: server, Dst: p.Src}, answer))
 			if back == nil {
 				t.Fatalf("reply lost: %s", what)
@@ -179,21 +179,20 @@ func talk(t *testing.T, w *world, a, b *side) {
 	}
 }
 
-// swapped returns a reply to the packet that arrived: it sets the ports, or the identifier, of
-// reply.
-func swapped(reply packettest.Body, arrived packettest.Packet) packettest.Body {
-	switch b := reply.(type) {
+// replyTo returns body with the ports, or the identifier, of a reply to request.
+func replyTo(body packettest.Body, request packettest.Packet) packettest.Body {
+	switch b := body.(type) {
 	case packettest.UDP:
-		b.SrcPort, b.DstPort = arrived.DstPort, arrived.SrcPort
+		b.SrcPort, b.DstPort = request.DstPort, request.SrcPort
 		return b
 	case packettest.TCP:
-		b.SrcPort, b.DstPort = arrived.DstPort, arrived.SrcPort
+		b.SrcPort, b.DstPort = request.DstPort, request.SrcPort
 		return b
 	case packettest.Echo:
-		b.ID = arrived.ICMPID
+		b.ID = request.ICMPID
 		return b
 	}
-	return reply
+	return body
 }
 
 // twins returns two clusters with the same PodCIDR that remap each other to the same range

@@ -54,9 +54,9 @@ func BenchmarkPrefixMap(b *testing.B) {
 	})
 }
 
-// benchPrefixMap runs BenchmarkPrefixMap with peers that all see our pod under the address seen.
+// benchPrefixMap runs BenchmarkPrefixMap with peers that all see the address pod as podAtPeer.
 // remote returns addresses of a peer's pods.
-func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr, remote func(peer, i int) netip.Addr) {
+func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, podAtPeer netip.Addr, remote func(peer, i int) netip.Addr) {
 	for _, peers := range []int{1, 10, 100} {
 		out, back := peersOf(peers), peersOf(peers)
 		for i := range back {
@@ -74,7 +74,7 @@ func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr
 					for i := range views {
 						src, dst := pod, remote(i%peers, i)
 						if dir == Inbound {
-							src, dst = dst, seen
+							src, dst = dst, podAtPeer
 						}
 						parse(b, &views[i], packettest.Build(packettest.IP{Src: src, Dst: dst}, c.body))
 					}

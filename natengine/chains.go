@@ -42,8 +42,8 @@ type chained interface {
 	next(number uint32) *uint32 // the next number in the chain
 }
 
-// first returns the first number in the chain for hash h, or 0 if the chain is empty.
-func (c *chains) first(h uint64) uint32 {
+// firstNumber returns the first number in the chain for hash h, or 0 if the chain is empty.
+func (c *chains) firstNumber(h uint64) uint32 {
 	heads := c.parts[h>>shardShift].heads
 	if len(heads) == 0 {
 		return 0

@@ -36,19 +36,18 @@
 // # Bounds
 //
 //	bound                               default               when reached
-//	flows of all peers                  1,048,576             oldest half-open flow is evicted (evicted): of a peer above
-//	                                                          its share, for a peer below its own; otherwise of the same
-//	                                                          peer; if there is none, flow_table_full
+//	flows of all peers                  1,048,576             oldest half-open flow of a peer is evicted (which peer: see
+//	                                                          below); if there is none, flow_table_full
 //	flows of one peer                   equal share of the    oldest half-open flow of the peer is evicted; if there is
 //	                                    flows of all peers    none, flow_table_full
 //	flows of one host                   quarter of the        oldest half-open flow of the host is evicted; if there is
 //	  (per peer; see below)             peer's, 1,024-16,384  none, host_quota
 //	ports at a NAPT address             65,535 TCP, 65,535    oldest half-open flow with such a port is evicted; if there
 //	  (per peer, family and protocol)   UDP, 65,536 ICMP ids  is none, ports_exhausted; established flows continue
-//	incomplete datagrams                256                   oldest is evicted; fragment_store_full per held fragment
-//	octets of held fragments            1 MiB                 oldest datagram is evicted, likewise
+//	incomplete datagrams                256                   oldest is evicted; fragment_store_full per lost fragment
+//	octets of held fragments            1 MiB                 oldest datagram is evicted; counted in the same way
 //	  (both per peer and direction)
-//	  part of both for one source       a quarter             oldest datagram of the source is evicted, likewise
+//	  part of both for one source       a quarter             oldest datagram of the source is evicted
 //	held fragments of one datagram      256                   fragment_store_full
 //	time a fragment is held             5 s, 2-30 s           fragment_timeout
 //	ICMP errors that the gateway        1,000 a second, 100   no error is sent; counted
@@ -61,10 +60,10 @@
 //
 // Each peer has its own flow table, fragment stores and share. So a flood from or to one peer
 // cannot displace or block the flows of another. If MaxFlowsPerPeer times the number of peers
-// exceeds MaxFlows, a peer may use free flows beyond its share. When a peer below its equal share
-// needs a flow, half-open flows of a peer above its share are evicted. Established flows are not
-// evicted, so a peer may stay above its share. The other peers together still have at least
-// MaxFlows - MaxFlowsPerPeer.
+// exceeds MaxFlows, a peer may use free flows beyond its share. When all flows are in use, a peer
+// below its equal share evicts a half-open flow of a peer above its share. Any other peer evicts
+// one of its own half-open flows. Established flows are not evicted, so a peer may stay above its
+// share. The other peers together still have at least MaxFlows - MaxFlowsPerPeer.
 //
 // The host of a flow is the one that opens it: our host for a NAPT flow, the peer's for a flow to a
 // mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each

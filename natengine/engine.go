@@ -14,7 +14,7 @@ import (
 // fields.
 type Config struct {
 	Self4, Self6       netip.Addr // the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // the gateway's kernel as a router, which peers see under the mapped Self; default none
+	Router4, Router6   netip.Addr // source of the gateway kernel's own ICMP errors, which peers see as the mapped Self; default none
 	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -204,7 +204,7 @@ func (e *Engine) Change(changed []Peer, removed []string) error {
 	defer e.mu.Unlock()
 	var fresh []*PeerState
 	old := e.rules.Load()
-	table := old.with(changed, removed, e.self, e.state(&fresh))
+	table := old.changedCopy(changed, removed, e.self, e.state(&fresh))
 	if table == nil {
 		return e.setPeers(old.specs(changed, removed))
 	}

@@ -110,8 +110,8 @@ func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, sec
 	wantEnd(t, dst, "192.168.7.7:1")
 }
 
-// A peer must reach only our pods and mapped endpoints, both by the addresses under which it sees
-// them.
+// A peer must reach only our pods and mapped endpoints, and only at the addresses under which it
+// sees them.
 func TestPacketsThatNoRulePermitsAreRefused(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, c := range []struct {
@@ -675,7 +675,7 @@ func TestTableStaysConsistentUnderRandomFlows(t *testing.T) {
 		v.SetDstPort(uint16(x >> 20))
 		now := time.Duration(i) * 20 * time.Millisecond // the bound is reached after 100 s
 		if i >= 100_000 {
-			now += time.Duration(i-100_000) * 100 * time.Millisecond // half full when the first flows expire
+			now += time.Duration(i-100_000) * 100 * time.Millisecond // slower, so that flows expire before the bound is reached
 		}
 		e.Outbound(&v, now)
 		if i%1000 == 0 {

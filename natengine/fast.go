@@ -30,7 +30,7 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
 		if !v.IsFragment() {
-			if verdict, ok := e.known(v, r, Outbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
+			if verdict, ok := e.forwardKnown(v, r, Outbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
 				return verdict
 			}
 		}
@@ -59,7 +59,7 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 		return e.inbound6(p, v, t, now)
 	}
 	r := t.remotes4.lookup(v.Src4())
-	if p != nil && !r.of(p) {
+	if p != nil && !r.belongsTo(p) {
 		return e.spoofed(v, p)
 	}
 	if r != nil && !v.IsFragment() {
@@ -73,15 +73,15 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
-		if verdict, ok := e.known(v, r, Inbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
+		if verdict, ok := e.forwardKnown(v, r, Inbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
 			return verdict
 		}
 	}
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// of reports whether r belongs to peer p. r may be nil.
-func (r *remote) of(p *PeerState) bool { return r != nil && r.peer == p }
+// belongsTo reports whether r belongs to peer p. r may be nil.
+func (r *remote) belongsTo(p *PeerState) bool { return r != nil && r.peer == p }
 
 // spoofed drops a packet from peer p whose source is not an address of p.
 func (e *Engine) spoofed(v *packet.View, p *PeerState) Verdict {
@@ -110,7 +110,7 @@ func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verd
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
 		if !v.IsFragment() {
-			if verdict, ok := e.known(v, r, Outbound, src, dst, tickOf(now)); ok {
+			if verdict, ok := e.forwardKnown(v, r, Outbound, src, dst, tickOf(now)); ok {
 				return verdict
 			}
 		}
@@ -122,7 +122,7 @@ func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verd
 func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.Duration) Verdict {
 	src, dst := source6(v), destination6(v)
 	r := t.remotes6.lookup(src)
-	if p != nil && !r.of(p) {
+	if p != nil && !r.belongsTo(p) {
 		return e.spoofed(v, p)
 	}
 	if r != nil && !v.IsFragment() {
@@ -135,7 +135,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
-		if verdict, ok := e.known(v, r, Inbound, src, dst, tickOf(now)); ok {
+		if verdict, ok := e.forwardKnown(v, r, Inbound, src, dst, tickOf(now)); ok {
 			return verdict
 		}
 	}
@@ -143,7 +143,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 }
 
 // map6 is a 1:1 map of IPv6 for the fast path. noMap6 matches no address, because its mask is 0 and
-// its from is not. Rules that need the general path have it as their map.
+// its from is 1. It is the map of rules that need the general path.
 type map6 struct{ mask, from, to addr }
 
 var noMap6 = map6{from: addr{lo: 1}}
@@ -154,10 +154,10 @@ func (m *map6) maps(a addr) bool {
 	return a.hi&m.mask.hi == m.from.hi && a.lo&m.mask.lo == m.from.lo && a != m.from
 }
 
-// known handles a whole TCP or UDP packet of an existing flow. It checks no rule, because a
-// change of the rules ends the flows that they no longer permit. It handles neither fragments
-// nor rules that must check each address (guarded).
-func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
+// forwardKnown handles a whole TCP or UDP packet of an existing flow. It checks no rule, because a
+// change of the rules ends the flows that they no longer permit. It handles neither fragments nor
+// rules that must check each address (guarded).
+func (e *Engine) forwardKnown(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
 	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false
 	}

@@ -76,7 +76,8 @@ func kindOf(word uint64) flowKind {
 }
 
 // key is the tuple by which the packets of one direction find a flow: our address, the remote
-// address, and the ports and the protocol. word has these at the same bits as entry.word.
+// address, and the ports and the protocol. word has the ports and the protocol at the same bits as
+// entry.word.
 type key struct {
 	near, remote addr
 	word         uint64

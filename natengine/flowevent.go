@@ -43,7 +43,7 @@ type FlowEvent struct {
 	Peer      *PeerState // nil if no peer has the address
 	Kind      string     // "napt", "endpoint" or "pod"; "" for FlowRefused
 	Proto     uint8
-	Local     netip.AddrPort // our end; for FlowRefused as in the packet, so inbound it is not translated
+	Local     netip.AddrPort // our end; for FlowRefused, before translation
 	Mapped    netip.AddrPort // our end as the peer sees it; zero for FlowRefused
 	Remote    netip.AddrPort // the peer's end
 	Drop      Drop           // for FlowRefused
@@ -63,16 +63,16 @@ type observer struct {
 	others atomic.Uint64 // number of events that belong to no flow of the table
 }
 
-// Observe makes the engine call f for one flow in sample, from now on. A nil f ends the calls. If f
-// gets the opening of a flow, it also gets the closing. f is called on the packet path with locks
-// held, so it must neither block nor call the engine. A packet of a known flow, or of a pod that is
-// mapped 1:1, costs no more than without an observer.
-func (e *Engine) Observe(f func(FlowEvent), sample int) {
+// Observe makes the engine call f for one of every n flows, from now on. A nil f ends the calls. If
+// the engine reports the opening of a flow, it also reports the closing. f is called on the packet
+// path with locks held, so it must neither block nor call the engine. A packet of a known flow, or
+// of a pod that is mapped 1:1, costs no more than without an observer.
+func (e *Engine) Observe(f func(FlowEvent), n int) {
 	if f == nil {
 		e.events.observer.Store(nil)
 		return
 	}
-	e.events.observer.Store(&observer{f: f, sample: uint64(max(sample, 1))})
+	e.events.observer.Store(&observer{f: f, sample: uint64(max(n, 1))})
 }
 
 // sampled counts an event that belongs to no flow of the table, and reports whether the event
@@ -123,8 +123,8 @@ func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 }
 
 // connects clamps the MSS of a SYN from or to a pod and reports the connection to the observer. The
-// SYN was translated 1:1, without a flow; near is our end before that. If the peer has no MSS
-// bound, the fast path does not look for SYNs, so no connection is reported.
+// SYN was translated 1:1, without a flow; near is our end before that translation. If the peer has
+// no MSS bound, the fast path does not look for SYNs, so no connection is reported.
 func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
 	v.ClampMSS(mssFor(r.mss, v.Is4()))
 	o := e.events.observer.Load()

@@ -29,18 +29,18 @@ type filling struct {
 // slots is an array of (low 32 bits of the hash) << 32 | (index of the entry + 1). A search ends at
 // an empty slot, 0, but continues after a tombstone. A flow never moves to another slot of the
 // array, so a search without lock cannot miss it. All accesses are atomic, with two exceptions:
-// reads by the holder of mu, and accesses to an array that is not yet published. The second
-// matters, because a plain store takes a tenth of the time and most stores are copies into new
-// arrays.
+// reads by the holder of mu, and accesses to an array that is not yet published. A plain store
+// takes a tenth of the time of an atomic one, and most stores are copies into arrays that are not
+// yet published.
 type slots struct{ list []uint64 }
 
 const tombstone = 1 << 32
 
-// home returns the slot at which the search for a tag begins, and after returns the next slot.
-// Higher tags have higher slots, so an array can be copied into a larger one sequentially.
+// home returns the slot at which the search for a tag begins. nextSlot returns the slot after a
+// slot. Higher tags have higher slots, so an array can be copied into a larger one sequentially.
 func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
 
-func (s *slots) after(at uint) uint {
+func (s *slots) nextSlot(at uint) uint {
 	if at++; at < uint(len(s.list)) {
 		return at
 	}
@@ -58,7 +58,7 @@ func (s *slots) before(at uint) uint {
 func (x *index) insert(h uint64, i uint32) {
 	s, fill := x.room(h>>shardShift), &x.filling[h>>shardShift]
 	tag := uint32(h)
-	for at := s.home(tag); ; at = s.after(at) {
+	for at := s.home(tag); ; at = s.nextSlot(at) {
 		slot := s.list[at]
 		if uint32(slot) != 0 {
 			continue
@@ -99,7 +99,7 @@ func (x *index) room(shard uint64) *slots {
 			}
 			at := young.home(uint32(slot >> 32))
 			for young.list[at] != 0 {
-				at = young.after(at)
+				at = young.nextSlot(at)
 			}
 			young.list[at] = slot
 		}
@@ -115,13 +115,13 @@ func (x *index) remove(h uint64, i uint32) {
 	want := h<<32 | uint64(i+1)
 	at := s.home(uint32(h))
 	for s.list[at] != want {
-		at = s.after(at)
+		at = s.nextSlot(at)
 	}
 	fill.live--
 	atomic.StoreUint64(&s.list[at], tombstone)
 	// A tombstone before an empty slot is unnecessary, because no search needs to continue
 	// there.
-	for s.list[s.after(at)] == 0 && s.list[at] == tombstone {
+	for s.list[s.nextSlot(at)] == 0 && s.list[at] == tombstone {
 		atomic.StoreUint64(&s.list[at], 0)
 		fill.filled--
 		at = s.before(at)

@@ -30,8 +30,8 @@ func halfOpen(word uint64) bool {
 	return word&stateRst != 0 || word&stateFin == stateFin
 }
 
-// after returns the word of a flow after packet v.
-func after(word uint64, dir Direction, v *packet.View) uint64 {
+// nextWord returns the word of a flow after packet v.
+func nextWord(word uint64, dir Direction, v *packet.View) uint64 {
 	if protoOf(word) != packet.TCP {
 		return word | stateSeenOut<<dir
 	}
@@ -83,7 +83,7 @@ func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
 	for {
-		next := after(word, dir, v)
+		next := nextWord(word, dir, v)
 		if next == word {
 			break
 		}

@@ -88,8 +88,8 @@ func (t *flowTable) side(i uint32) *side {
 	return &slab[i>>chunkBits].sides[i%chunkSize]
 }
 
-// order returns the sequence number of a flow in its queues: the value of flowTable.entered
-// when it was enqueued.
+// order returns a pointer to the sequence number of a flow in its queues: the value of
+// flowTable.entered when it was enqueued.
 func (t *flowTable) order(i uint32) *uint32 {
 	slab := *t.slab.Load()
 	return &slab[i>>chunkBits].orders[i%chunkSize]
@@ -111,7 +111,7 @@ func (t *flowTable) search(dir Direction, k *key, m *match) bool {
 		return false
 	}
 	tag := uint32(h)
-	for at := s.home(tag); ; at = s.after(at) {
+	for at := s.home(tag); ; at = s.nextSlot(at) {
 		slot := atomic.LoadUint64(&s.list[at])
 		if uint32(slot>>32) != tag || uint32(slot) == 0 {
 			if slot == 0 {
@@ -162,7 +162,7 @@ func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 // counted the flow: in its host, in its port at the NAPT address, and in total. The caller holds
 // mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
-	i, fresh := t.take()
+	i, fresh := t.allocate()
 	e := t.entry(i)
 	word |= stateQueued // set here, because enqueue would need a further atomic exchange
 	if !fresh {         // no reader knows a fresh entry
@@ -199,8 +199,8 @@ func set(words *[2]atomic.Uint64, a addr) {
 	}
 }
 
-// take returns an unused entry, and whether it was never used before. The caller holds mu.
-func (t *flowTable) take() (i uint32, fresh bool) {
+// allocate returns an unused entry, and whether it was never used before. The caller holds mu.
+func (t *flowTable) allocate() (i uint32, fresh bool) {
 	if t.free != 0 {
 		i = t.free - 1
 		t.free = t.side(i).links[0].next

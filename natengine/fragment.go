@@ -50,14 +50,14 @@ import (
 // quarter of the store. Beyond that, its own oldest datagram is evicted, so that a flood of one
 // host does not displace the datagrams of other hosts.
 type fragmentStore struct {
-	mu    sync.Mutex
-	rule  *rule                        // outbound: the rule under which the stored decisions were made
-	sets  map[fragmentKey]*fragmentSet // by key before translation
-	after map[fragmentKey]*fragmentSet // outbound: forwarded datagrams, by key after translation
-	hosts map[addr]*fragmentHost
-	all   fragmentList
-	bytes int
-	lost  func(d Drop, n int) // counts held fragments that are dropped
+	mu         sync.Mutex
+	rule       *rule                        // outbound: the rule under which the stored decisions were made
+	sets       map[fragmentKey]*fragmentSet // by key before translation
+	after      map[fragmentKey]*fragmentSet // outbound: forwarded datagrams, by key after translation
+	hosts      map[addr]*fragmentHost
+	all        fragmentList
+	bytes      int
+	countDrops func(d Drop, n int) // counts held fragments that are dropped
 
 	// Entries for reuse. With them a datagram whose fragments arrive in order allocates nothing.
 	idleSets  []*fragmentSet
@@ -83,7 +83,7 @@ type fragmentHost struct {
 }
 
 // fragmentList is a list of datagrams, oldest first. Each datagram is in two lists, ofAll and
-// ofHost; kind is the one of them that this list is.
+// ofHost; kind says which of the two this list is.
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }
@@ -152,7 +152,7 @@ func (c *translation) join() Verdict {
 	}
 	verdict := c.joined(fragments)
 	if verdict.Action == Discard {
-		s.lost(verdict.Drop, len(fragments)-1)
+		s.countDrops(verdict.Drop, len(fragments)-1)
 	}
 	return verdict
 }
@@ -246,7 +246,7 @@ func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 		return nil, drop
 	}
 	if drop != DropNone {
-		s.lost(drop, len(held))
+		s.countDrops(drop, len(held))
 		return nil, drop
 	}
 	var w packet.View
@@ -332,7 +332,7 @@ func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
 		return false
 	}
-	// A datagram may exceed the part for one source if it is the only one of its source.
+	// A datagram may exceed the part for one source if the source has no other datagram.
 	for victim := set.host.own.oldest; victim != nil && set.host.bytes+n > limit/hostShare; {
 		next := victim.links[ofHost].next
 		if victim != set {
@@ -373,7 +373,7 @@ func (s *fragmentStore) finish(set *fragmentSet) {
 // spoil drops a datagram whose fragments contradict each other. Its entry stays, so that later
 // fragments are dropped too.
 func (s *fragmentStore) spoil(set *fragmentSet) {
-	s.lost(DropFragment, len(s.release(set)))
+	s.countDrops(DropFragment, len(s.release(set)))
 	set.decided, set.drop = true, DropFragment
 }
 
@@ -421,10 +421,10 @@ func pop[T any](list *[]*T) *T {
 	return last
 }
 
-// remove deletes an entry. It counts each fragment that the entry still held as dropped, for the
-// reason why.
+// remove deletes an entry. It counts each fragment that the entry still held as a drop for the
+// given reason.
 func (s *fragmentStore) remove(set *fragmentSet, reason Drop) {
-	s.lost(reason, len(s.release(set)))
+	s.countDrops(reason, len(s.release(set)))
 	h := set.host
 	s.all.unlink(set, ofAll)
 	h.own.unlink(set, ofHost)
@@ -452,14 +452,13 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for further decisions. If differs is true, it forgets the decisions of
-// the previous rule. An inbound store has no decisions on incomplete datagrams, so only a nil r has
-// an effect: it empties the store.
-func (s *fragmentStore) setRule(r *rule, differs bool) {
+// setRule makes r the rule for further decisions. If flowsDiffer is true, it drops all incomplete
+// datagrams, because they may have decisions of the previous rule.
+func (s *fragmentStore) setRule(r *rule, flowsDiffer bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rule = r
-	for differs && s.all.oldest != nil {
+	for flowsDiffer && s.all.oldest != nil {
 		s.remove(s.all.oldest, DropFragmentTimeout)
 	}
 }

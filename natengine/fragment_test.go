@@ -361,9 +361,9 @@ func TestRepeatedLastFragmentWithTheMoreBitEndsTheDatagram(t *testing.T) {
 	}
 }
 
-// A receiver that prefers later fragments could otherwise be sent to another port than the one
-// that the engine checked. The fragment header does not name TCP, so the check of RFC 3128
-// does not apply.
+// If a fragment could overwrite the header, a receiver that prefers later fragments would use
+// another port than the one that the engine checked. The fragment header does not name TCP, so the
+// check of RFC 3128 does not apply.
 func TestTransportHeaderAfterIPv6OptionsCannotBeOverwritten(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	src, dst := ip("fd01::1"), ip("fd71::5")
@@ -595,14 +595,14 @@ func TestFragmentsInOrderDoNotAllocate(t *testing.T) {
 	}
 }
 
-// elsewhere returns peer b with another NAPT address.
-func elsewhere() Peer {
+// otherNATAddress returns peer b with another NAPT address.
+func otherNATAddress() Peer {
 	p := peerB()
 	p.Pods = []Remap{{pfx("10.244.0.0/16"), pfx("10.248.0.0/16")}}
 	return p
 }
 
-// A packet may load the old rules just before new ones replace them.
+// The engine may load the old rules for a packet just before new ones replace them.
 func TestFragmentsAreTranslatedByTheNewRule(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -618,7 +618,7 @@ func TestFragmentsAreTranslatedByTheNewRule(t *testing.T) {
 	if v := judge(fragments[0]); v.Action != Forward {
 		t.Errorf("%v %v", v.Action, v.Drop)
 	}
-	if err := e.SetPeers([]Peer{elsewhere()}); err != nil {
+	if err := e.SetPeers([]Peer{otherNATAddress()}); err != nil {
 		t.Fatal(err)
 	}
 	for _, b := range fragments {
@@ -748,7 +748,7 @@ func TestRuleChangeForgetsOutboundFragments(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	sendAll(t, e, Outbound, fragments, []int{0}, 0)
-	if err := e.SetPeers([]Peer{elsewhere()}); err != nil {
+	if err := e.SetPeers([]Peer{otherNATAddress()}); err != nil {
 		t.Fatal(err)
 	}
 	if _, v := send(t, e, Outbound, fragments[1], 0); v.Action != Hold {

@@ -446,7 +446,7 @@ func (s *pieces) send(t *testing.T, off, n int, changes byte) {
 	got := verdict(&v, s.now)
 	switch {
 	case got.Action == Forward && joins:
-		s.arrived(t, slices.Concat([][]byte{v.Bytes()}, got.Released()), s.forged[id])
+		s.checkArrived(t, slices.Concat([][]byte{v.Bytes()}, got.Released()), s.forged[id])
 	case got.Action == Forward, got.Action == Deliver:
 		for _, b := range slices.Concat([][]byte{v.Bytes()}, got.Released()) {
 			packettest.Check(t, b, packettest.HeaderChecksum())
@@ -459,8 +459,8 @@ func (s *pieces) send(t *testing.T, off, n int, changes byte) {
 	}
 }
 
-// arrived checks an inbound datagram that was forwarded, in one packet or in new fragments.
-func (s *pieces) arrived(t *testing.T, packets [][]byte, forged bool) {
+// checkArrived checks an inbound datagram that was forwarded, in one packet or in new fragments.
+func (s *pieces) checkArrived(t *testing.T, packets [][]byte, forged bool) {
 	var data []byte
 	hosts := []netip.Addr{ip("192.168.1.1"), ip("192.168.1.2"), ip("fd01::1"), ip("fd01::2")}
 	for i, b := range packets {
@@ -525,8 +525,8 @@ func fragmentOf(whole []byte, p packettest.Packet, piece []byte, off int, more b
 	return b
 }
 
-// near returns our end of a packet that left.
-func (s *pieces) near(p packettest.Packet) netip.Addr {
+// nearEnd returns our end of a packet that left.
+func (s *pieces) nearEnd(p packettest.Packet) netip.Addr {
 	if s.dir == Inbound {
 		return p.Dst
 	}
@@ -539,7 +539,7 @@ func (s *pieces) judge(t *testing.T) {
 	ends := map[uint32]map[netip.Addr]bool{1: {}, 2: {}}
 	for _, p := range s.left {
 		if p.FragmentOffset == 0 {
-			ends[p.FragmentID][s.near(p)] = true
+			ends[p.FragmentID][s.nearEnd(p)] = true
 		}
 	}
 	for _, p := range s.left {
@@ -547,13 +547,13 @@ func (s *pieces) judge(t *testing.T) {
 		if whole4 {
 			continue
 		}
-		if s.near(p) == s.near(whole) || !ends[p.FragmentID][s.near(p)] {
-			t.Fatalf("a fragment at %d left with %v, first fragments with %v", p.FragmentOffset, s.near(p), ends[p.FragmentID])
+		if s.nearEnd(p) == s.nearEnd(whole) || !ends[p.FragmentID][s.nearEnd(p)] {
+			t.Fatalf("a fragment at %d left with %v, first fragments with %v", p.FragmentOffset, s.nearEnd(p), ends[p.FragmentID])
 		}
 		if p.FragmentOffset > 0 && whole.Proto == packet.TCP && p.FragmentOffset < 20 {
 			t.Fatalf("a fragment at %d lies in the TCP header", p.FragmentOffset)
 		}
-		if !slices.ContainsFunc(s.sent, func(sent packettest.Packet) bool { return became(sent, p) }) {
+		if !slices.ContainsFunc(s.sent, func(sent packettest.Packet) bool { return isTranslation(sent, p) }) {
 			t.Fatalf("no fragment that was sent can have become %+v", p)
 		}
 	}
@@ -564,14 +564,14 @@ func (s *pieces) judge(t *testing.T) {
 	}
 }
 
-// became reports whether p may be the translation of the fragment sent, in which only ports and
-// checksum may change.
-func became(sent, p packettest.Packet) bool {
-	if sent.FragmentID != p.FragmentID || sent.FragmentOffset != p.FragmentOffset || sent.More != p.More || len(sent.Transport) != len(p.Transport) ||
-		sent.TTL != p.TTL {
+// isTranslation reports whether p may be the translation of the fragment f. Only ports and checksum
+// may differ.
+func isTranslation(f, p packettest.Packet) bool {
+	if f.FragmentID != p.FragmentID || f.FragmentOffset != p.FragmentOffset || f.More != p.More || len(f.Transport) != len(p.Transport) ||
+		f.TTL != p.TTL {
 		return false
 	}
-	a, b := slices.Clone(sent.Transport), slices.Clone(p.Transport)
+	a, b := slices.Clone(f.Transport), slices.Clone(p.Transport)
 	if p.FragmentOffset == 0 {
 		sum := 6
 		if p.Proto == packet.TCP {

@@ -228,7 +228,7 @@ func (b *builder) number() int {
 	return int(n)
 }
 
-// count returns the number that may follow in the description, or else n.
+// count returns the number that follows in the description, or n if no number follows.
 func (b *builder) count(n int) int {
 	if w := b.peek(); w != "" && w[0] >= '0' && w[0] <= '9' {
 		return b.number()

@@ -53,9 +53,9 @@ func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool
 	return keyOf(dir, near, remote, q.Proto(), nearPort, remotePort), true
 }
 
-// quotedFlow returns the flow of the quoted packet, whose ends are near and far.
-func (c *translation) quotedFlow(q *packet.Quote, near, far addr) (match, bool) {
-	k, ok := quoteKey(q, c.dir, near, far)
+// quotedFlow returns the flow of the quoted packet. ourEnd and peerEnd are the ends of that packet.
+func (c *translation) quotedFlow(q *packet.Quote, ourEnd, peerEnd addr) (match, bool) {
+	k, ok := quoteKey(q, c.dir, ourEnd, peerEnd)
 	if !ok {
 		return match{}, false
 	}

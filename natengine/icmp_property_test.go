@@ -79,7 +79,7 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 			rival(t, a, b, h, body, nodeA.Next(), moved(podB, b.podsSeen))
 			h.Src, h.Dst = nodeA, moved(podB, b.podsSeen)
 			request := packettest.MustDecode(cross(t, a, b, packettest.Build(h, body)))
-			to, body = request.Src, swapped(body, request)
+			to, body = request.Src, replyTo(body, request)
 			if echo, ok := body.(packettest.Echo); ok {
 				echo.Reply = true
 				body = echo

@@ -21,8 +21,8 @@ func peerSix() Peer {
 	return p
 }
 
-// last returns the last address of a prefix.
-func last(p netip.Prefix) netip.Addr {
+// lastAddr returns the last address of a prefix.
+func lastAddr(p netip.Prefix) netip.Addr {
 	b := p.Addr().AsSlice()
 	for i := p.Bits(); i < len(b)*8; i++ {
 		b[i/8] |= 0x80 >> (i % 8)
@@ -45,8 +45,8 @@ func TestIPv6PrefixMapsOfAnyLengthCoverTheWholePrefix(t *testing.T) {
 		m := Remap{pfx(c.from), pfx(c.to)}
 		remote := pfx(c.remote)
 		e := newEngine(t, Config{}, Peer{ID: "b", RemotePods: []netip.Prefix{remote}, Pods: []Remap{m}})
-		for _, pod := range []netip.Addr{m.From.Addr().Next(), last(m.From)} {
-			for _, far := range []netip.Addr{remote.Addr(), last(remote)} {
+		for _, pod := range []netip.Addr{m.From.Addr().Next(), lastAddr(m.From)} {
+			for _, far := range []netip.Addr{remote.Addr(), lastAddr(remote)} {
 				seen, ok := m.Map(pod)
 				if !ok || !m.To.Contains(seen) {
 					t.Fatalf("%v: %v becomes %v", m, pod, seen)
@@ -68,11 +68,11 @@ func TestIPv6PrefixMapsOfAnyLengthCoverTheWholePrefix(t *testing.T) {
 		src, _ := out(t, e, udp(netip.AddrPortFrom(m.From.Addr(), 1).String(), far.String()), 0)
 		wantEnd(t, src, netip.AddrPortFrom(m.To.Addr(), 1).String())
 		// Addresses next to the prefix must not be reachable.
-		if beside := last(m.To).Next(); beside.IsValid() {
+		if beside := lastAddr(m.To).Next(); beside.IsValid() {
 			refused(t, e, Inbound, udp(far.String(), netip.AddrPortFrom(beside, 1).String()), 0, DropDestination)
 		}
-		stranger := netip.AddrPortFrom(last(remote).Next(), 2).String()
-		refused(t, e, Inbound, udp(stranger, netip.AddrPortFrom(last(m.To), 1).String()), 0, DropNoPeer)
+		stranger := netip.AddrPortFrom(lastAddr(remote).Next(), 2).String()
+		refused(t, e, Inbound, udp(stranger, netip.AddrPortFrom(lastAddr(m.To), 1).String()), 0, DropNoPeer)
 	}
 }
 
@@ -125,8 +125,8 @@ func TestIPv6RemoteLookupAgreesWithALinearSearch(t *testing.T) {
 		for _, r := range all {
 			check(r.net.Addr())
 			check(r.net.Addr().Prev())
-			check(last(r.net))
-			check(last(r.net).Next())
+			check(lastAddr(r.net))
+			check(lastAddr(r.net).Next())
 		}
 		check(netip.IPv6Unspecified())
 	}

@@ -109,7 +109,7 @@ func TestJoinedDatagramMayBeFragmentedAgain(t *testing.T) {
 // counted. Datagrams of another pod of the same peer, and of another peer, must still arrive.
 func TestNodeReceivesNoIncompleteDatagramFromAPeer(t *testing.T) {
 	for name, parts := range map[string][]int{"only the first": {0}, "only the last": {2}, "the middle missing": {0, 2}, "only the middle": {1}} {
-		for _, spoofs := range []bool{false, true} { // the flood comes from one pod of the peer, or from forged sources by its gateway
+		for _, spoofs := range []bool{false, true} { // the flood comes from one pod, or from the peer's gateway with forged sources
 			{
 				e := newEngine(t, Config{}, peerB(), peerC())
 				sent := uint64(0)
@@ -177,7 +177,7 @@ func TestContradictoryInboundFragmentsEndTheDatagram(t *testing.T) { // RFC 5722
 			if b, v := send(t, e, Inbound, last, 0); v.Drop != DropFragment || !bytes.Equal(b, last) {
 				t.Errorf("%s, %s: %v, %v", ends.name, name, v.Action, v.Drop)
 			}
-			refused(t, e, Inbound, part(80, 160, true), 0, DropFragment) // would have completed the datagram
+			refused(t, e, Inbound, part(80, 160, true), 0, DropFragment) // without the contradiction, this fragment would complete the datagram
 			if n := e.Peers()[0].Drops(Inbound, DropFragment); n != 4 {
 				t.Errorf("%s, %s: %d drops for four fragments", ends.name, name, n)
 			}

@@ -122,7 +122,7 @@ func (l *Lookahead) Fetch() {
 // candidate returns the first entry in s whose hash has tag as its lower half, or nil. The
 // upper bits of the hash have selected s.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
-	for at := s.home(tag); ; at = s.after(at) {
+	for at := s.home(tag); ; at = s.nextSlot(at) {
 		slot := atomic.LoadUint64(&s.list[at])
 		if slot == 0 {
 			return nil

@@ -153,8 +153,8 @@ func (m *model) sweepAll() {
 	}
 }
 
-// modelPeers derives rules from three octets of a command. They select the peers, and for each
-// peer the addresses under which it sees us and may reach us.
+// modelPeers derives rules from three octets of a command. The octets select the peers, and for
+// each peer the addresses under which it sees us and may reach us.
 func modelPeers(c command) []natengine.Peer {
 	has := func(octet, bit int) bool { return c[octet]>>bit&1 != 0 }
 	var peers []natengine.Peer

@@ -50,7 +50,7 @@ type napt struct {
 type mapping struct {
 	host         uint32 // number in flowTable.hosts; stays valid, because each flow of the mapping is a flow of the host
 	port, mapped uint16
-	use          uint32 // number of flows that use the mapping << 2 | class
+	use          uint32 // (number of flows that use the mapping) << 2 | class
 	next         uint32 // next number in the chain or in the free list
 }
 
@@ -72,7 +72,7 @@ func (n *napt) next(number uint32) *uint32 { return &n.mappings.at(number).next 
 
 // find returns the number of the mapping of an inside host and port, or 0 if there is none.
 func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
-	i := n.chains.first(n.hashOf(host, port, class))
+	i := n.chains.firstNumber(n.hashOf(host, port, class))
 	for i != 0 {
 		m := n.mappings.at(i)
 		if m.host == host && m.port == port && m.class() == class {
@@ -238,7 +238,7 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 		return want, true
 	}
 	if class == icmpIDs {
-		return s.random(0, 1<<16-1, allPorts)
+		return s.randomFree(0, 1<<16-1, allPorts)
 	}
 	if rangeOf(want) == wellKnown {
 		if port, ok = s.inRange(wellKnown, want%2); ok {
@@ -261,7 +261,7 @@ func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	}
 	for _, p := range [2]uint16{parity, 1 - parity} {
 		if s.used[r][p] < portCount[r][p] {
-			return s.random(first, last, evenPorts<<p)
+			return s.randomFree(first, last, evenPorts<<p)
 		}
 	}
 	return 0, false
@@ -273,25 +273,25 @@ const (
 	allPorts  uint64 = 1<<64 - 1
 )
 
-// random returns the first free port that mask selects, from a random port in [first, last]
-// onwards. The search wraps around from last to first.
-func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
-	start := first + rand.Uint32N(last-first+1)
-	if p, ok := s.scan(start, last, mask); ok {
+// randomFree returns a free port in [low, high] that mask selects: the first one at or after a
+// randomly chosen port. The search wraps around from high to low.
+func (s *portSet) randomFree(low, high uint32, mask uint64) (uint16, bool) {
+	start := low + rand.Uint32N(high-low+1)
+	if p, ok := s.scan(start, high, mask); ok {
 		return p, true
 	}
-	if start == first {
+	if start == low {
 		return 0, false
 	}
-	return s.scan(first, start-1, mask)
+	return s.scan(low, start-1, mask)
 }
 
-// scan returns the first free port in [first, last] that mask selects.
-func (s *portSet) scan(first, last uint32, mask uint64) (uint16, bool) {
-	for at := first; at <= last; at = at&^63 + 64 {
+// scan returns the first free port in [low, high] that mask selects.
+func (s *portSet) scan(low, high uint32, mask uint64) (uint16, bool) {
+	for at := low; at <= high; at = at&^63 + 64 {
 		if free := (^s.taken[at/64] & mask) >> (at % 64); free != 0 {
 			p := at + uint32(bits.TrailingZeros64(free))
-			return uint16(p), p <= last
+			return uint16(p), p <= high
 		}
 	}
 	return 0, false

@@ -36,7 +36,7 @@ func newPeerState(id string, c *Config, seed maphash.Seed, total *atomic.Int64) 
 		p.flows.hosts[kind].flows, p.flows.hosts[kind].kind, p.flows.hosts[kind].seed = &p.flows, flowKind(kind), seed
 	}
 	for dir := range p.fragments {
-		p.fragments[dir].lost = func(d Drop, n int) { p.drops[dir][d].Add(uint64(n)) }
+		p.fragments[dir].countDrops = func(d Drop, n int) { p.drops[dir][d].Add(uint64(n)) }
 	}
 	return p
 }

@@ -19,8 +19,8 @@ type hostTable struct {
 	live    int
 	free    uint32
 	quota   uint32 // maximum number of flows of a host
-	full    int    // number of hosts at the quota, among the hosts with numbers up to counted
-	counted uint32 // last host that full includes; math.MaxUint32 for all; see setHostQuota
+	full    int    // number of hosts at the quota, among the counted hosts
+	counted uint32 // highest number of a counted host; math.MaxUint32 if all are counted; see setHostQuota
 }
 
 // A host keeps its flows in a list: first those in the eviction queue, oldest first, then the
@@ -56,7 +56,7 @@ func (e *entry) owner(kind flowKind) addr {
 
 // find returns the number of the host with address a, or 0 if it has no flow.
 func (t *hostTable) find(a addr) uint32 {
-	i := t.chains.first(t.hashOf(a))
+	i := t.chains.firstNumber(t.hashOf(a))
 	for i != 0 && t.addr(i) != a {
 		i = t.at(i).next
 	}
@@ -236,10 +236,10 @@ func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	return &t.waiting[waitingIn(class, local.family(), rangeOf(uint16(word>>nearShift[Inbound])))]
 }
 
-// longest returns the index in heads of the flow that has waited longest, or -1 if all queues
-// are empty. Each element of heads is the first flow of a queue, or 0 if the queue is empty.
+// longestWaiting returns the index in heads of the flow that has waited longest, or -1 if all
+// queues are empty. Each element of heads is the first flow of a queue, or 0 if the queue is empty.
 // The caller holds mu.
-func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
+func (t *flowTable) longestWaiting(heads *[waitingQueues]uint32) int {
 	found := -1
 	for i, at := range heads {
 		if at != 0 && (found < 0 || int32(*t.order(at - 1)-*t.order(heads[found] - 1)) < 0) {
@@ -365,7 +365,7 @@ func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 func (t *flowTable) evictFrom(h *host, set waitingSet) bool {
 	for range evictSteps {
 		heads := t.heads(h, set)
-		at := t.longest(&heads)
+		at := t.longestWaiting(&heads)
 		if at < 0 {
 			return false
 		}
@@ -389,7 +389,7 @@ func (t *flowTable) evictable(h *host, set waitingSet, stale []uint32) bool {
 	}
 	heads := t.heads(h, set)
 	for range evictSteps + len(stale) {
-		i := t.longest(&heads)
+		i := t.longestWaiting(&heads)
 		if i < 0 {
 			break
 		}

@@ -33,10 +33,10 @@ func (t *remotes4) number(a uint32) uint16 {
 	return x
 }
 
-// own gives t, a shallow copy of another table, its own memory, with room for the given number of
-// further networks. It returns false and copies nothing if there might be too few nodes, or if most
-// nodes belong to removed networks. The caller must then compile a new table.
-func (t *remotes4) own(networks int) bool {
+// unshare gives t, a shallow copy of another table, its own memory, with room for the given number
+// of further networks. It returns false and copies nothing if there might be too few nodes, or if
+// most nodes belong to removed networks. The caller must then compile a new table.
+func (t *remotes4) unshare(networks int) bool {
 	if t.removed > len(t.remotes) || len(t.nodes)+2*networks >= deeper {
 		return false
 	}

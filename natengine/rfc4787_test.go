@@ -92,19 +92,19 @@ func TestRFC4787_REQ5_MappingLastsTwoMinutesAtLeast(t *testing.T) {
 
 func TestRFC4787_REQ5b_TimerIsConfigurable(t *testing.T) {
 	c := natengine.Config{Timeouts: natengine.Timeouts{UDP: 33 * time.Second}}
-	lasts(t, c, 33*time.Second, func(b *box) []byte {
+	checkLasts(t, c, 33*time.Second, func(b *box) []byte {
 		return datagram(theirPod+":53", source(b.out(datagram(node1+":4000", theirPod+":53"))))
 	})
 }
 
 func TestRFC4787_REQ5c_DefaultIsFiveMinutes(t *testing.T) {
-	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		return datagram(theirPod+":53", source(b.out(datagram(node1+":4000", theirPod+":53"))))
 	})
 }
 
 func TestRFC4787_REQ6_OutboundPacketsRefreshTheMapping(t *testing.T) {
-	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		for range 10 {
 			b.wait(299 * time.Second)
@@ -115,7 +115,7 @@ func TestRFC4787_REQ6_OutboundPacketsRefreshTheMapping(t *testing.T) {
 }
 
 func TestRFC4787_REQ6a_InboundPacketsRefreshTheMapping(t *testing.T) {
-	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		for range 10 {
 			b.wait(299 * time.Second)

@@ -75,7 +75,7 @@ func TestRFC5382_REQ2_EveryValidSequenceOfSegmentsPasses(t *testing.T) {
 }
 
 func TestRFC5382_REQ2a_SimultaneousOpenSucceeds(t *testing.T) {
-	lasts(t, natengine.Config{}, established, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := source(b.out(segment(node1+":4000", theirPod+":80", syn)))
 		want(t, destination(b.in(segment(theirPod+":80", seen, syn))), node1+":4000")
 		b.out(segment(node1+":4000", theirPod+":80", synAck))
@@ -107,7 +107,7 @@ func TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently(t *testing.T) {
 }
 
 func TestRFC5382_REQ5_EstablishedLastsTwoHoursFourMinutes(t *testing.T) {
-	lasts(t, natengine.Config{}, established, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, established, func(b *box) []byte {
 		return segment(theirPod+":80", b.connect(node1+":4000", theirPod+":80"), ack)
 	})
 }
@@ -123,7 +123,7 @@ func TestRFC5382_REQ5_TransitoryLastsFourMinutes(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			lasts(t, natengine.Config{}, transitory, func(b *box) []byte {
+			checkLasts(t, natengine.Config{}, transitory, func(b *box) []byte {
 				seen := source(b.out(segment(node1+":4000", theirPod+":80", syn)))
 				if more != nil {
 					more(b, seen)
@@ -136,10 +136,10 @@ func TestRFC5382_REQ5_TransitoryLastsFourMinutes(t *testing.T) {
 
 func TestRFC5382_REQ5a_TimeoutsAreConfigurable(t *testing.T) {
 	c := natengine.Config{Timeouts: natengine.Timeouts{TCPEstablished: 3 * time.Hour, TCPTransitory: 5 * time.Minute}}
-	lasts(t, c, 3*time.Hour, func(b *box) []byte {
+	checkLasts(t, c, 3*time.Hour, func(b *box) []byte {
 		return segment(theirPod+":80", b.connect(node1+":4000", theirPod+":80"), ack)
 	})
-	lasts(t, c, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, c, 5*time.Minute, func(b *box) []byte {
 		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
 	})
 }
@@ -198,7 +198,7 @@ func TestRFC5382_REQ9_DestinationUnreachableIsTranslated(t *testing.T) {
 }
 
 func TestRFC5382_REQ10_ICMPErrorsEndNoConnection(t *testing.T) {
-	lasts(t, natengine.Config{}, established, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
 		for kind := range 256 {
 			for code := range 16 {

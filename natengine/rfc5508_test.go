@@ -43,13 +43,13 @@ func TestRFC5508_REQ1a_IdentifierIsExternalHostIndependent(t *testing.T) {
 }
 
 func TestRFC5508_REQ2_QueryLastsSixtySeconds(t *testing.T) {
-	lasts(t, natengine.Config{}, time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, time.Minute, func(b *box) []byte {
 		return pong(theirPod, natAddress, b.out(ping(node1, theirPod, 7)).ICMPID)
 	})
 }
 
 func TestRFC5508_REQ2a_TimerIsConfigurable(t *testing.T) {
-	lasts(t, natengine.Config{Timeouts: natengine.Timeouts{ICMP: 90 * time.Second}}, 90*time.Second, func(b *box) []byte {
+	checkLasts(t, natengine.Config{Timeouts: natengine.Timeouts{ICMP: 90 * time.Second}}, 90*time.Second, func(b *box) []byte {
 		return pong(theirPod, natAddress, b.out(ping(node1, theirPod, 7)).ICMPID)
 	})
 }
@@ -195,7 +195,7 @@ func TestRFC5508_REQ5c_ErrorOfAnIntermediateNodeHasItsMappedOrTheNAPTAddress(t *
 }
 
 func TestRFC5508_REQ6_ErrorsNeitherRefreshNorEndAQuery(t *testing.T) {
-	lasts(t, natengine.Config{}, time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, time.Minute, func(b *box) []byte {
 		id := b.out(ping(node1, theirPod, 7)).ICMPID
 		b.wait(30 * time.Second)
 		for kind := range uint8(13) {

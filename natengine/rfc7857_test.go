@@ -49,22 +49,22 @@ func TestRFC7857_2_TCPSessionsFollowTheStateDiagram(t *testing.T) {
 
 func TestRFC7857_2_1_OpeningAndClosingHaveSeparateTimeouts(t *testing.T) {
 	c := natengine.Config{Timeouts: natengine.Timeouts{TCPTransitory: time.Minute, TCPClosing: 5 * time.Minute}}
-	lasts(t, c, time.Minute, func(b *box) []byte {
+	checkLasts(t, c, time.Minute, func(b *box) []byte {
 		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
 	})
-	lasts(t, c, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, c, 5*time.Minute, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
 		b.out(segment(node1+":4000", theirPod+":80", finAck))
 		b.in(segment(theirPod+":80", seen, finAck))
 		return segment(theirPod+":80", seen, ack)
 	})
-	lasts(t, natengine.Config{}, transitory, func(b *box) []byte { // the default is four minutes
+	checkLasts(t, natengine.Config{}, transitory, func(b *box) []byte { // the default is four minutes
 		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
 	})
 }
 
 func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
-	lasts(t, natengine.Config{}, transitory, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, transitory, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
 		b.wait(time.Hour)
 		want(t, destination(b.in(segment(theirPod+":80", seen, rst))), node1+":4000")
@@ -78,7 +78,7 @@ func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
 // A segment within four minutes shows that the connection continues. The RST may have any
 // sequence number, because the engine does not track sequence numbers.
 func TestRFC7857_2_2_AForgedRSTDoesNotEndTheConnection(t *testing.T) {
-	lasts(t, natengine.Config{}, established, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
 		b.in(segment(theirPod+":80", seen, rst))
 		b.wait(239 * time.Second)
@@ -136,7 +136,7 @@ func TestRFC7857_6_FilteringIsProtocolDependent(t *testing.T) {
 }
 
 func TestRFC7857_7_RefusedPacketsRefreshNoFlow(t *testing.T) {
-	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		b.wait(time.Minute)
 		b.refuse(natengine.Inbound, datagram(theirOther+":53", seen), natengine.DropNoFlow)
@@ -147,14 +147,14 @@ func TestRFC7857_7_RefusedPacketsRefreshNoFlow(t *testing.T) {
 }
 
 func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNoFlow(t *testing.T) {
-	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		b.wait(time.Minute)
 		b.out(about(node1, theirPod, 3, 3, datagram(theirPod+":53", node1+":4000")))
 		b.wait(-time.Minute)
 		return datagram(theirPod+":53", seen)
 	})
-	lasts(t, natengine.Config{}, transitory, func(b *box) []byte {
+	checkLasts(t, natengine.Config{}, transitory, func(b *box) []byte {
 		seen := source(b.out(segment(node1+":4000", theirPod+":80", syn)))
 		b.wait(time.Minute)
 		b.out(segment(node1+":4000", theirPod+":80", rst))

@@ -28,17 +28,17 @@ func TestNATRequirementsHoldForIPv6(t *testing.T) {
 		b.refuse(natengine.Inbound, datagram(other+":53", seen), natengine.DropNoFlow)
 	})
 	t.Run("RFC 4787, REQ-5c", func(t *testing.T) {
-		lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+		checkLasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 			return datagram(pod+":53", source(b.out(datagram(host1+":4000", pod+":53"))))
 		})
 	})
 	t.Run("RFC 5382, REQ-5", func(t *testing.T) {
-		lasts(t, natengine.Config{}, established, func(b *box) []byte {
+		checkLasts(t, natengine.Config{}, established, func(b *box) []byte {
 			return segment(pod+":80", b.connect(host1+":4000", pod+":80"), ack)
 		})
 	})
 	t.Run("RFC 5508, REQ-1 and 2", func(t *testing.T) {
-		lasts(t, natengine.Config{}, time.Minute, func(b *box) []byte {
+		checkLasts(t, natengine.Config{}, time.Minute, func(b *box) []byte {
 			b.out(ping(bare(host2), bare(pod), 7))
 			return pong(bare(pod), bare(nat), b.out(ping(bare(host1), bare(pod), 7)).ICMPID)
 		})

@@ -178,9 +178,9 @@ func want(t testing.TB, got, want string) {
 	}
 }
 
-// lasts checks that a conversation stays open for duration d. open starts it and returns a
+// checkLasts checks that a conversation stays open for duration d. open starts it and returns a
 // packet of the peer, which must pass after d but not a second later.
-func lasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) (answer []byte)) {
+func checkLasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) (answer []byte)) {
 	t.Helper()
 	b := newBox(t, c)
 	answer := open(b)

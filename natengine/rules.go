@@ -70,8 +70,8 @@ type remote struct {
 	_         [48]byte // pads the struct to three cache lines, so that the allocator aligns it to a cache line
 }
 
-// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1.
-// Rules that need the general path have it as their map.
+// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1. It
+// is the map of rules that need the general path.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}
@@ -256,11 +256,12 @@ func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	return append(all, changed...)
 }
 
-// with returns a copy of t after a change: it adds or replaces the rules in changed, and leaves out
-// those of the peers in removed. The copy equals the table that compile would build from all peers.
-// Its time depends only on the difference, except for copies of memory and for the IPv6 networks.
-// with returns nil if the caller must compile: on an error, or if remotes4 needs a new table.
-func (t *ruleTable) with(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
+// changedCopy returns a copy of t after a change: it adds or replaces the rules in changed, and
+// leaves out those of the peers in removed. The copy equals the table that compile would build from
+// all peers. Its time depends only on the difference, except for copies of memory and for the IPv6
+// networks. changedCopy returns nil if the caller must compile: on an error, or if remotes4 needs a
+// new table.
+func (t *ruleTable) changedCopy(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
 	ids := make(map[string]bool, len(changed)+len(removed))
@@ -294,7 +295,7 @@ func (t *ruleTable) with(changed []Peer, removed []string, self [2]addr, state f
 			next.taken = next.taken.InsertPersist(net)
 		}
 	}
-	if next.taken.Size4() >= deeper || !next.remotes4.own(networks) {
+	if next.taken.Size4() >= deeper || !next.remotes4.unshare(networks) {
 		return nil
 	}
 	next.rules = slices.Clone(t.rules)
@@ -456,7 +457,7 @@ func (r *rule) remotePrefixes() []netip.Prefix {
 
 // add4 adds the IPv4 networks of r. It reports whether r also has IPv6 networks.
 func (t *ruleTable) add4(r *rule) (six bool) {
-	r.each(func(net netip.Prefix, to *remote) {
+	r.eachNetwork(func(net netip.Prefix, to *remote) {
 		if net.Addr().Is4() {
 			t.remotes4.insert(net, to)
 		} else {
@@ -471,7 +472,7 @@ func (t *ruleTable) add6() {
 	var six []remote6
 	for _, r := range t.rules {
 		if r.has6 {
-			r.each(func(net netip.Prefix, to *remote) {
+			r.eachNetwork(func(net netip.Prefix, to *remote) {
 				if net.Addr().Is6() {
 					six = append(six, remote6{net, to})
 				}
@@ -481,11 +482,12 @@ func (t *ruleTable) add6() {
 	t.remotes6 = newRemotes6(six)
 }
 
-// each calls insert with each network of the peer and the entry for that network's addresses.
-func (r *rule) each(insert func(netip.Prefix, *remote)) {
+// eachNetwork calls insert with each network of the peer and the entry for that network's
+// addresses.
+func (r *rule) eachNetwork(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
-	general := r.guarded || len(r.endpoints) > 0 // every packet takes the general path
-	if m := &r.pods[0]; m.ok && !general {       // a prefix of one address matches nothing, because that is the network address, which the fast path skips
+	general := r.guarded || len(r.endpoints) > 0 // no packet takes the fast path
+	if m := &r.pods[0]; m.ok && !general {       // the only address of a /32 is its network address, which the fast path skips
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}
 	}

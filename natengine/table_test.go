@@ -19,7 +19,7 @@ func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 			if s.list[at] == 0 {
 				t.Fatalf("entry %d with hash %#x is not found", i, h)
 			}
-			at = s.after(at)
+			at = s.nextSlot(at)
 		}
 	}
 	live := 0

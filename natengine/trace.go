@@ -85,8 +85,8 @@ func (t Trace) String() string {
 
 // Trace returns the decision that Outbound or Inbound would make about the packet. It works on a
 // copy and always takes the general path. It changes neither the packet nor a flow, a counter or a
-// port. If a new NAPT flow cannot keep its port, the port in After is only an example. v must not
-// be the head of a run.
+// port. If a new NAPT flow cannot keep its port, the port in After is only an example. v must be a
+// single packet, not the head of a run (packet.Coalescer).
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before

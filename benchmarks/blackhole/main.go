@@ -108,7 +108,7 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 	}
 	defer func() { err = errors.Join(err, l.Down()) }()
 	a, b := l.Clusters[0], l.Clusters[1]
-	for _, c := range l.Clusters { // segment superpackets here, because a veth pair passes them at any size
+	for _, c := range l.Clusters { // segment superpackets here, because a veth pair would pass them regardless of the MTU
 		if err := c.Nodes[0].Do(func() error {
 			return withLink("eth0", func(l netlink.Link) error { return netlink.LinkSetGSOMaxSegs(l, 1) })
 		}); err != nil {
@@ -139,8 +139,8 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 			if err := withLink(b.Nodes[0].Name, func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) }); err != nil {
 				return err
 			}
-			// A bridge takes the smallest MTU of its ports unless its own is set. With a smaller MTU, the
-			// router would send ICMP errors.
+			// A bridge takes the smallest MTU of its ports unless its own is set. With a smaller
+			// MTU, the router would send ICMP errors.
 			return withLink("br-b", func(l netlink.Link) error { return netlink.LinkSetMTU(l, wide) })
 		})
 	}

@@ -74,11 +74,11 @@ func wireguardGo(o wgOptions) starter {
 	}
 }
 
-// prefixNAT returns kernel NETMAP as nftables rules (docs/liqo-v0.md, section 7.3). They translate
-// sources from own, our prefix, to seen, the prefix under which the peer sees us, and undo that for
-// replies.
-func prefixNAT(dev string, own, seen, remote netip.Prefix) string {
-	return strings.NewReplacer("DEV", dev, "OWN", own.String(), "SEEN", seen.String(), "REMOTE", remote.String()).Replace(`
+// prefixNAT returns kernel NETMAP as nftables rules (docs/liqo-v0.md, section 7.3). Sources in
+// podCIDR become addresses in podCIDRAtPeer, the prefix under which the peer sees us. For replies,
+// the rules undo this.
+func prefixNAT(dev string, podCIDR, podCIDRAtPeer, remote netip.Prefix) string {
+	return strings.NewReplacer("DEV", dev, "OWN", podCIDR.String(), "SEEN", podCIDRAtPeer.String(), "REMOTE", remote.String()).Replace(`
 table ip bench {
 	chain post {
 		type nat hook postrouting priority srcnat;

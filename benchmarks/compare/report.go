@@ -21,11 +21,11 @@ type figure struct {
 	value          func(sample) float64
 }
 
-// The margins follow from the changes of the ratios (figure divided by the reference's) without a
-// change of code, in five runs of two hours on a machine with other work (2026-11). CPU time for
-// bulk traffic moves least. Small packets cost more when their threads must wait for a processor.
-// Throughput and round trips depend on the scheduling of processes, so only a factor of two is an
-// alarm. Tail latencies of a few rounds carry no information.
+// The margins come from five runs of two hours with the same code, on a machine with other work
+// (2026-11). A margin covers the drift of the ratio between a figure and the reference's figure.
+// CPU time for bulk traffic drifts least. Small packets cost more when their threads must wait for
+// a processor. Throughput and round trips depend on the scheduling of processes, so only a factor
+// of two is an alarm. Tail latencies are not checked, because a few rounds do not determine them.
 const (
 	steady   = 0.12
 	wakeful  = 0.25

@@ -127,12 +127,12 @@ func soakServer() error {
 	}
 }
 
-// exchange sends one stream and receives another at the same time. end is 0 on the connecting
+// exchange sends one stream and receives another at the same time. side is 0 on the connecting
 // side and 1 on the accepting side.
-func exchange(c net.Conn, seed uint64, end int) error {
+func exchange(c net.Conn, seed uint64, side int) error {
 	sent := make(chan error, 1)
 	go func() {
-		p := newPattern(2*seed + uint64(end))
+		p := newPattern(2*seed + uint64(side))
 		start := time.Now()
 		for left := soakStream; left > 0; {
 			due := start.Add(time.Duration(soakStream-left) * time.Second / soakRate)
@@ -145,7 +145,7 @@ func exchange(c net.Conn, seed uint64, end int) error {
 		}
 		sent <- nil
 	}()
-	p, buf := newPattern(2*seed+uint64(1-end)), make([]byte, 64<<10)
+	p, buf := newPattern(2*seed+uint64(1-side)), make([]byte, 64<<10)
 	for pos := 0; pos < soakStream; {
 		n, err := io.ReadFull(c, buf[:min(len(buf), soakStream-pos)])
 		if err != nil {

@@ -25,8 +25,8 @@ func (r results) read(pkg string, output io.Reader) error {
 	lines := bufio.NewScanner(output)
 	for lines.Scan() {
 		f := strings.Fields(lines.Text())
-		// A line has a name, a count, then pairs of figure and unit. The line of a failed benchmark has
-		// only its name.
+		// A line has a name, a count, then pairs of figure and unit. The line of a failed benchmark
+		// has only its name.
 		if len(f) < 4 || len(f)%2 != 0 || !strings.HasPrefix(f[0], "Benchmark") {
 			continue
 		}

@@ -4,12 +4,12 @@
 //	go run ./benchmarks/manager -peers 500,1000
 //	go run ./benchmarks/manager -services # 1,000 services of ten peers, whose pods are replaced
 //
-// It runs TestManagerHandlesManyPeerings of test/control and formats its figures as a table. That test runs the
-// real manager and two real API servers, and simulates peers that answer. One API server is the
-// manager's own. The other acts as the API server of every peer, each with its own certificate.
-// With -services, the command runs TestClusterImportsManyServices with two managers. Other log output goes to
-// standard error. The command needs the programs that internal/kubetest builds. With 500 peers it
-// takes about five minutes on two processors.
+// It runs TestManagerHandlesManyPeerings of test/control and formats its figures as a table. That
+// test runs the real manager and two real API servers, and simulates peers that answer. One API
+// server is the manager's own. The other acts as the API server of every peer, each with its own
+// certificate. With -services, the command runs TestClusterImportsManyServices with two managers.
+// Other log output goes to standard error. The command needs the programs that internal/kubetest
+// builds. With 500 peers it takes about five minutes on two processors.
 package main
 
 import (

@@ -240,8 +240,8 @@ func (a *agent) close() error {
 	return <-a.ended
 }
 
-// open removes all kernel objects of the route agent. Without the filter, the agent does not even
-// look for one in later changes.
+// open removes all kernel objects of the route agent. If filter is false, the agent ignores the
+// filter in later changes.
 func (a *agent) open(filter bool) error {
 	return a.do(func() (err error) {
 		if a.kernel != nil {

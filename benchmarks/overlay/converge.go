@@ -35,7 +35,7 @@ var sizes = []int{10, 200}
 // The measured changes.
 const (
 	moves     = "the gateway moves to another node"           // the agents compare the filter and find it unchanged
-	joins     = "a peer is added whose networks were granted" // as above, because the filter contains the networks since their allocation
+	joins     = "a peer is added whose networks were granted" // the filter is unchanged too, because it already contains the allocated networks
 	allocates = "a peer is added and granted at once"         // the filter changes
 )
 

@@ -54,7 +54,7 @@ func (h printing) WithAttrs(a []slog.Attr) slog.Handler { return printing{h.Hand
 // standard input instead of API objects. As in a cluster, something reads its status once a second.
 func beGateway() error {
 	if os.Getenv("GOMAXPROCS") == "" {
-		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2)) // as cmd/isthmus does, decision 5
+		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2)) // as cmd/isthmus does
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

@@ -31,8 +31,8 @@ type claims struct {
 	had    v1alpha1.TunnelEndpointSpec // a's TunnelEndpoint for c
 }
 
-// mine returns c's NetworkConfig at cluster a.
-func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
+// configOfC returns c's NetworkConfig at cluster a.
+func (s *site) configOfC(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
 	t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
 	must(t, c.Get(t.Context(), client.ObjectKey{Namespace: tenant(s.c), Name: identity(s.a).UniqueName()}, nc))
@@ -44,7 +44,7 @@ func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
 func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.NetworkConfig)) error {
 	t.Helper()
 	for {
-		nc := s.mine(t, c)
+		nc := s.configOfC(t, c)
 		change(nc)
 		if err := c.Update(t.Context(), nc); !apierrors.IsConflict(err) {
 			return err
@@ -52,12 +52,12 @@ func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.Network
 	}
 }
 
-// verdict waits until cluster a has checked the current generation of c's NetworkConfig, and
+// waitChecked waits until cluster a has checked the current generation of c's NetworkConfig, and
 // returns the condition Accepted.
-func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition) {
+func (s *site) waitChecked(t *testing.T, c client.Client) (accepted metav1.Condition) {
 	t.Helper()
 	eventually(t, "a verdict", func() error {
-		nc := s.mine(t, c)
+		nc := s.configOfC(t, c)
 		condition := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 		if condition == nil || condition.ObservedGeneration != nc.Generation {
 			return fmt.Errorf("generation %d: %+v", nc.Generation, condition)
@@ -74,7 +74,7 @@ func (s *site) stopManagerOfC(t *testing.T) *claims {
 	t.Helper()
 	must(t, s.c.Stop(fleet.Manager))
 	f := &claims{client: clientFor(t, configAs(t, s.c, s.a), s.c.Client), had: endpointOf(t, s.a, s.c).Spec}
-	f.good = s.mine(t, f.client).Spec
+	f.good = s.configOfC(t, f.client).Spec
 	s.after(func(t *testing.T) {
 		if err := s.c.Start(t.Context(), fleet.Manager); err != nil {
 			t.Error(err)
@@ -102,7 +102,7 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 	case err != nil:
 		t.Fatal(err)
 	}
-	if got := s.verdict(t, f.client); got.Status != metav1.ConditionFalse || got.Reason != reason {
+	if got := s.waitChecked(t, f.client); got.Status != metav1.ConditionFalse || got.Reason != reason {
 		t.Errorf("%s %s: %s; want a refusal for %s", got.Status, got.Reason, got.Message, reason)
 	}
 	if now := endpointOf(t, s.a, s.b); now.Generation != b.Generation || now.UID != b.UID {
@@ -114,14 +114,14 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 	if now := s.allocations(t); now != allocations {
 		t.Errorf("the IPAM state says %s; it said %s", now, allocations)
 	}
-	s.recovered(t, f)
+	s.restoreConfig(t, f)
 }
 
-// recovered restores c's honest NetworkConfig and checks that cluster a accepts it.
-func (s *site) recovered(t *testing.T, f *claims) {
+// restoreConfig restores c's honest NetworkConfig and checks that cluster a accepts it.
+func (s *site) restoreConfig(t *testing.T, f *claims) {
 	t.Helper()
 	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { f.good.DeepCopyInto(&nc.Spec) }))
-	if got := s.verdict(t, f.client); got.Status != metav1.ConditionTrue {
+	if got := s.waitChecked(t, f.client); got.Status != metav1.ConditionTrue {
 		t.Errorf("what c claimed first is %s: %s", got.Reason, got.Message)
 	}
 }
@@ -203,7 +203,7 @@ func claimChapter() chapter {
 			return endpoint(s.a.Nodes[s.gateway].Addr.String())
 		}),
 		claim("its gateway is at another node of a", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
-			return endpoint(s.a.Nodes[s.third()].Addr.String())
+			return endpoint(s.a.Nodes[s.victimNode()].Addr.String())
 		}),
 		claim("its gateway is at a's API server", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
 			return endpoint(s.a.Control.Addr.String())
@@ -243,24 +243,24 @@ func claimChapter() chapter {
 
 func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	t.Helper()
-	nc := s.mine(t, f.client)
+	nc := s.configOfC(t, f.client)
 	must(t, f.client.Delete(t.Context(), nc))
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: *f.good.DeepCopy()}
 	again.Spec.PodCIDR, again.Spec.ExternalCIDR = "172.21.0.0/16", "172.22.0.0/16"
 	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // fails until the old object has no finalizers
-	if got := s.verdict(t, f.client); got.Reason != v1alpha1.ReasonConsent {
+	if got := s.waitChecked(t, f.client); got.Reason != v1alpha1.ReasonConsent {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}
 	if nodes := s.divertingNodes(t, netip.MustParseAddr("172.21.0.1")); nodes != nil {
 		t.Errorf("led to c by %v", nodes)
 	}
-	s.recovered(t, f)
-	s.reconnected(t, f)
+	s.restoreConfig(t, f)
+	s.waitReconnected(t, f)
 }
 
-// reconnected waits until cluster a has its former TunnelEndpoint for cluster c again, and pods of
-// cluster a reach cluster c.
-func (s *site) reconnected(t *testing.T, f *claims) {
+// waitReconnected waits until cluster a has its former TunnelEndpoint for cluster c again, and pods
+// of cluster a reach cluster c.
+func (s *site) waitReconnected(t *testing.T, f *claims) {
 	t.Helper()
 	eventually(t, "the TunnelEndpoint of c as it was", func() error {
 		var list v1alpha1.TunnelEndpointList
@@ -290,7 +290,7 @@ func (s *site) deleteUnderTraffic(t *testing.T, f *claims) {
 	networks := []netip.Prefix{netip.MustParsePrefix("172.20.0.0/22"), external(t, s.a, s.c)}
 	k := newTap(t, s.Lab.Underlay, inNetworks(networks...))
 	addr := s.seen(t, s.a, s.c, s.podOfC().Addr)
-	nc := s.mine(t, f.client)
+	nc := s.configOfC(t, f.client)
 	must(t, f.client.Delete(t.Context(), nc))
 	refused := 0
 	for begin := time.Now(); refused < 20; {
@@ -307,7 +307,7 @@ func (s *site) deleteUnderTraffic(t *testing.T, f *claims) {
 	}
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: f.good}
 	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) })
-	s.reconnected(t, f)
+	s.waitReconnected(t, f)
 }
 
 func (s *site) restless(t *testing.T, f *claims) {
@@ -322,9 +322,9 @@ func (s *site) restless(t *testing.T, f *claims) {
 		}))
 	}
 	t.Logf("%d changes", n)
-	s.works(t)
-	s.recovered(t, f)
-	s.reconnected(t, f)
+	s.checkTraffic(t)
+	s.restoreConfig(t, f)
+	s.waitReconnected(t, f)
 }
 
 func (s *site) atGatewayOfB(t *testing.T, f *claims) {
@@ -332,13 +332,13 @@ func (s *site) atGatewayOfB(t *testing.T, f *claims) {
 	b := endpointOf(t, s.a, s.b)
 	addr := s.gatewayOfB(t).String()
 	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = addr }))
-	if got := s.verdict(t, f.client); !slices.Contains([]string{v1alpha1.ReasonAnswered, v1alpha1.ReasonEndpoint}, got.Reason) {
+	if got := s.waitChecked(t, f.client); !slices.Contains([]string{v1alpha1.ReasonAnswered, v1alpha1.ReasonEndpoint}, got.Reason) {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}
-	s.works(t)
+	s.checkTraffic(t)
 	if now := endpointOf(t, s.a, s.b); now.Generation != b.Generation || fmt.Sprint(now.Status.Connection.PeerConfiguration) != fmt.Sprint(b.Status.Connection.PeerConfiguration) {
 		t.Errorf("b was %+v, and is %+v", b, now)
 	}
-	s.recovered(t, f)
-	s.reconnected(t, f)
+	s.restoreConfig(t, f)
+	s.waitReconnected(t, f)
 }

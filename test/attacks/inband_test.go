@@ -22,10 +22,10 @@ func inBandChapter() chapter {
 	return chapter{title: "At a's API server, through the tunnel (`spec.inBand` of a and b)", prepare: prepareInBand, attacks: []attack{
 		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source must be the address of b's gateway, which no pod has",
 			run: func(t *testing.T, s *site) {
-				s.grows(t, 1, "isthmus_drops_total", `reason="local_source"`, func() { s.refuses(t, s.podOfB().Host, s.inBandPort(t, s.b)) })
+				s.checkGrows(t, 1, "isthmus_drops_total", `reason="local_source"`, func() { s.checkRefused(t, s.podOfB().Host, s.inBandPort(t, s.b)) })
 			}},
 		{attacker: "a node of b", attempt: "the same, which leaves with the address of b's gateway (NAPT)", now: "dropped by b's gateway: only it may connect to a peer's gateway",
-			run: func(t *testing.T, s *site) { s.refuses(t, s.b.Nodes[len(s.b.Nodes)-1].Host, s.inBandPort(t, s.b)) }},
+			run: func(t *testing.T, s *site) { s.checkRefused(t, s.b.Nodes[len(s.b.Nodes)-1].Host, s.inBandPort(t, s.b)) }},
 		{attacker: "a pod of b", attempt: "the same in raw packets with the addresses of b's gateway, of a's gateway and of c's",
 			now: "dropped: a pod must use its own address, and only b's gateway may connect to a peer's gateway", run: inBandSpoofed},
 		{attacker: "c's gateway", attempt: "TCP to the same port with its own address, and with those of b's gateway",
@@ -34,7 +34,7 @@ func inBandChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				at := netip.AddrPortFrom(external(t, s.a, s.b).Addr().Next(), inband.Port)
 				for _, h := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.other].Host} {
-					s.refuses(t, h, at)
+					s.checkRefused(t, h, at)
 				}
 			}},
 		{attacker: "a pod of a", attempt: "the port of a's gateway for its manager", now: "closed: the handshake needs the gateways' private key, and a NetworkPolicy of the chart admits only managers",
@@ -106,7 +106,7 @@ func (s *site) noRequests(t *testing.T, send func()) {
 	const refused = "isthmus_peer_in_band_refused_total"
 	before := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID))
 	send()
-	s.works(t) // when s.works returns, the gateway has processed the packets of send
+	s.checkTraffic(t) // when checkTraffic returns, the gateway has processed the packets of send
 	if n := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID)) - before; n > 0 {
 		t.Errorf("%v connections of b were refused, so they had arrived", n)
 	}
@@ -133,16 +133,16 @@ func inBandOfAnother(t *testing.T, s *site) {
 	own := gatewayAddrs(t, s.a, s.c)
 	s.noRequests(t, func() {
 		packets := append(syns(own[0], to), syns(own[1], to)...)
-		s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+		s.checkGrows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
 		for _, src := range gatewayAddrs(t, s.a, s.b) {
-			s.dropped(t, "source", syns(src, to)...)
+			s.checkDropped(t, "source", syns(src, to)...)
 		}
 	})
 }
 
 func inBandStranger(t *testing.T, s *site) {
 	at := netip.AddrPortFrom(s.addr(), inband.ManagerPort)
-	s.grows(t, 1, "isthmus_in_band_strangers_total", "", func() {
+	s.checkGrows(t, 1, "isthmus_in_band_strangers_total", "", func() {
 		ctx, cancel := contextOf(t, patience)
 		defer cancel()
 		conn, err := s.podOfA(s.other).Host.Dial(ctx, "tcp4", at.String())

@@ -46,7 +46,7 @@ func hold(address string) int {
 const unprivilegedLock = "refused: the lock is an nftables table, which needs CAP_NET_ADMIN"
 
 func lockOfTheAgent(t *testing.T, s *site) {
-	i := s.third()
+	i := s.victimNode()
 	n := s.a.Nodes[i]
 	must(t, s.a.Stop(fleet.Agent(i)))
 	self := filepath.Join(t.TempDir(), "hold") // a path that another user may read
@@ -117,7 +117,7 @@ func twoManagers(t *testing.T, s *site) {
 func nodeInAPeersNetwork(t *testing.T, s *site) {
 	addr := s.seen(t, s.a, s.b, s.podOfB().Addr)
 	k := newTap(t, s.Lab.Underlay, inNetworks(netip.MustParsePrefix(addr.String()+"/32")))
-	name := s.a.Nodes[s.third()].Name
+	name := s.a.Nodes[s.victimNode()].Name
 	patch := func(addrs ...string) {
 		t.Helper()
 		var all []string
@@ -129,7 +129,7 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 		body := `{"status":{"addresses":[` + strings.Join(all, ",") + `]}}`
 		must(t, s.a.Client.Status().Patch(t.Context(), node, client.RawPatch(types.MergePatchType, []byte(body))))
 	}
-	own := s.a.Nodes[s.third()].Addr.String()
+	own := s.a.Nodes[s.victimNode()].Addr.String()
 	patch(own, addr.String())
 	defer patch(own)
 	eventually(t, "a problem that names the Node", func() error {
@@ -160,7 +160,7 @@ func (s *site) deliveryStatus(t *testing.T, node int) (string, error) {
 }
 
 func podOfAnother(t *testing.T, s *site) {
-	victim := s.podOfA(s.third())
+	victim := s.podOfA(s.victimNode())
 	thief := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "thief"},
 		Spec: corev1.PodSpec{NodeName: s.a.Nodes[s.other].Name, AutomountServiceAccountToken: new(bool),
@@ -194,7 +194,7 @@ func filterDeleted(t *testing.T, s *site) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip("needs the command nft: 'make deps' installs it")
 	}
-	hosts := []*lab.Host{s.a.Nodes[s.third()].Host}
+	hosts := []*lab.Host{s.a.Nodes[s.victimNode()].Host}
 	if s.inPod() {
 		hosts = append(hosts, s.host())
 	}
@@ -264,7 +264,7 @@ func filterTaken(t *testing.T, s *site) {
 		}
 		return nil
 	})
-	i := s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
+	i := s.asPod(t, s.a.Nodes[s.victimNode()].Host, s.addr())
 	i.run(t) // even a legitimate node's packet does not arrive, because without the filter there is no overlay
 }
 

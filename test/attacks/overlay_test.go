@@ -37,23 +37,23 @@ func (i injection) send(marker string) error {
 func (i injection) run(t *testing.T) {
 	t.Helper()
 	marker := t.Name()
-	i.victim.stopped(t, marker, func() error { return i.send(marker) })
+	i.victim.checkStopped(t, marker, func() error { return i.send(marker) })
 }
 
-// third returns the index of the node whose pod is the victim: neither the active gateway's node
-// nor s.other.
-func (s *site) third() int { return 3 - s.gateway - s.other }
+// victimNode returns the index of the node whose pod is the victim: neither the active gateway's
+// node nor s.other.
+func (s *site) victimNode() int { return 3 - s.gateway - s.other }
 
 func (s *site) onPod(t *testing.T) (*lab.Pod, *victim) {
 	t.Helper()
-	p := s.podOfA(s.third())
+	p := s.podOfA(s.victimNode())
 	return p, listen(t, p.Host, netip.AddrPortFrom(p.Addr, victimPort))
 }
 
 func overlayOf(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, kernel.OverlayPort) }
 
-// inside returns the node's address in its pod network.
-func inside(n *lab.Node) netip.Addr { return n.PodCIDR.Addr().Next() }
+// podNetworkAddr returns the node's address in its pod network.
+func podNetworkAddr(n *lab.Node) netip.Addr { return n.PodCIDR.Addr().Next() }
 
 // asRemote returns an injection of a packet that seems to come from a pod of cluster b. It goes
 // to a pod of cluster a, through the overlay to that pod's node.
@@ -69,7 +69,7 @@ func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.A
 // pod of cluster b, through the overlay to the gateway.
 func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 	t.Helper()
-	p, b := s.podOfA(s.third()), s.podOfB()
+	p, b := s.podOfA(s.victimNode()), s.podOfB()
 	dst := s.seen(t, s.a, s.b, b.Addr)
 	mac := fabric.OverlayMAC(s.a.Nodes[s.gateway].Name)
 	if s.inPod() {
@@ -103,16 +103,16 @@ func underlay(n *lab.Node) netip.Addr { return n.Addr }
 func (s *site) counterproof(t *testing.T) {
 	t.Helper()
 	i := s.asRemote(t, s.host(), underlay)
-	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
-	i = s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
-	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
+	i.victim.checkArrives(t, "from a node", func() error { return i.send("from a node") })
+	i = s.asPod(t, s.a.Nodes[s.victimNode()].Host, s.addr())
+	i.victim.checkArrives(t, "from a node", func() error { return i.send("from a node") })
 }
 
-// masquerade makes a node translate the source of a pod's packets to the network to, as some CNIs
-// do. The new source is the node's address.
-func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
+// masquerade makes the node of pod p masquerade this pod's packets to the network dst, as some CNIs
+// do.
+func (s *site) masquerade(t *testing.T, p *lab.Pod, dst netip.Prefix) {
 	t.Helper()
-	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, to)
+	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, dst)
 	if out, err := p.Node.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
 		t.Skipf("needs the command nft: 'make deps' installs it: %v %s", err, out)
 	}
@@ -123,9 +123,9 @@ func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	})
 }
 
-// seesNode checks that masquerade works: the gateway receives the pod's packets with its node's
-// address.
-func (s *site) seesNode(t *testing.T, p *lab.Pod) {
+// checkSeesNode checks that masquerade works: the gateway receives the pod's packets with the
+// node's address.
+func (s *site) checkSeesNode(t *testing.T, p *lab.Pod) {
 	t.Helper()
 	conn, err := s.host().ListenPacket("udp4", netip.AddrPortFrom(s.addr(), victimPort).String())
 	must(t, err)
@@ -149,7 +149,7 @@ func overlayChapter() chapter {
 		{attacker: "a pod of a", attempt: "VXLAN to another node as 8.8.8.8", now: "the same",
 			run: func(t *testing.T, s *site) {
 				i := s.asRemote(t, s.podOfA(s.other).Host, underlay)
-				p := s.podOfA(s.third())
+				p := s.podOfA(s.victimNode())
 				i.packet = func(m string) []byte {
 					return vxlan(fabric.OverlayMAC(p.Node.Name), netip.MustParseAddr("8.8.8.8"), p.Addr, m)
 				}
@@ -171,15 +171,15 @@ func overlayChapter() chapter {
 				s.masquerade(t, p, netip.PrefixFrom(s.addr(), 32))
 				s.asPod(t, p.Host, s.addr()).run(t)
 				if s.inPod() { // otherwise no forwarded packet reaches the overlay's port
-					s.seesNode(t, p)
+					s.checkSeesNode(t, p)
 				}
 			}},
 		{attacker: "a pod of a", attempt: "VXLAN to its own node's pod-side address",
 			now: "dropped: the outer source must be another node or a gateway, on the device that leads there",
-			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside).run(t) }},
+			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Pods[2*s.victimNode()+1].Host, podNetworkAddr).run(t) }},
 		{attacker: "a pod of a", attempt: "the same with the gateway's address as the outer source", now: "the same",
 			run: func(t *testing.T, s *site) {
-				i := s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside)
+				i := s.asRemote(t, s.a.Pods[2*s.victimNode()+1].Host, podNetworkAddr)
 				i.source = s.addr()
 				i.run(t)
 			}},
@@ -195,22 +195,22 @@ func overlayChapter() chapter {
 		{attacker: "a pod of c", attempt: "VXLAN through the tunnel to a node's pod-side address",
 			now: "no packet from a peer reaches the overlay's port",
 			run: func(t *testing.T, s *site) {
-				s.asRemote(t, s.podOfC().Host, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) }).run(t)
+				s.asRemote(t, s.podOfC().Host, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, podNetworkAddr(n)) }).run(t)
 			}},
 		{attacker: "a pod of c", attempt: "the same to the gateway, to a pod of b", now: "the same",
 			run: func(t *testing.T, s *site) {
-				to := inside(s.a.Nodes[s.gateway])
+				to := podNetworkAddr(s.a.Nodes[s.gateway])
 				if s.inPod() {
 					to = s.addr()
 				}
 				s.asPod(t, s.podOfC().Host, s.seen(t, s.c, s.a, to)).run(t)
 			}},
 		{attacker: "a pod of c", attempt: "a service of a node (kubelet, metrics) at its pod-side address",
-			now: "dropped: nodes accept only answers, and connections to mapped endpoints", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.third()]) }},
+			now: "dropped: nodes accept only answers, and connections to mapped endpoints", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.victimNode()]) }},
 		{attacker: "a pod of c", attempt: "the same of the gateway's node", now: "the same",
 			run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.gateway]) }},
 		{attacker: "a pod of c", attempt: "a NodePort or hostPort at a node's pod-side address, and from there pods, nodes and outside hosts with the node's address",
-			now: "dropped before destination NAT", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.third()]) }},
+			now: "dropped before destination NAT", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.victimNode()]) }},
 		{attacker: "a pod of c", attempt: "the same of the gateway's node", now: "the same",
 			run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.gateway]) }},
 		{attacker: "a host of the underlay", attempt: "ARP in the overlay: the gateway's address there has the attacker's MAC address",
@@ -220,11 +220,11 @@ func overlayChapter() chapter {
 
 func (s *site) serviceOfNode(t *testing.T, n *lab.Node) {
 	t.Helper()
-	at := netip.AddrPortFrom(inside(n), 10250)
+	at := netip.AddrPortFrom(podNetworkAddr(n), 10250)
 	v := listen(t, n.Host, at)
 	from, to := s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, at.Addr()), at.Port())
-	v.stopped(t, t.Name(), func() error { return sendUDP(from, to, []byte(t.Name())) })
-	v.arrives(t, "from a pod of a", func() error { return sendUDP(podOn(s.a, s.nodeOf(n)).Host, at, []byte("from a pod of a")) })
+	v.checkStopped(t, t.Name(), func() error { return sendUDP(from, to, []byte(t.Name())) })
+	v.checkArrives(t, "from a pod of a", func() error { return sendUDP(podOn(s.a, s.nodeOf(n)).Host, at, []byte("from a pod of a")) })
 }
 
 // nodePort makes a node forward a NodePort to another node, as kube-proxy does. It checks that a
@@ -244,10 +244,10 @@ func (s *site) nodePort(t *testing.T, n *lab.Node) {
 		}
 	})
 	v := listen(t, backend.Host, netip.AddrPortFrom(backend.Addr, victimPort))
-	to := netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(n)), port)
-	v.stopped(t, t.Name(), func() error { return sendUDP(s.podOfC().Host, to, []byte(t.Name())) })
-	v.arrives(t, "from a pod of a", func() error {
-		return sendUDP(podOn(s.a, s.nodeOf(n)).Host, netip.AddrPortFrom(inside(n), port), []byte("from a pod of a"))
+	to := netip.AddrPortFrom(s.seen(t, s.c, s.a, podNetworkAddr(n)), port)
+	v.checkStopped(t, t.Name(), func() error { return sendUDP(s.podOfC().Host, to, []byte(t.Name())) })
+	v.checkArrives(t, "from a pod of a", func() error {
+		return sendUDP(podOn(s.a, s.nodeOf(n)).Host, netip.AddrPortFrom(podNetworkAddr(n), port), []byte("from a pod of a"))
 	})
 }
 
@@ -261,7 +261,7 @@ func (s *site) nodeOf(n *lab.Node) int {
 }
 
 func arpInTheOverlay(t *testing.T, s *site) {
-	n, target := s.a.Nodes[s.third()], s.a.Nodes[s.gateway]
+	n, target := s.a.Nodes[s.victimNode()], s.a.Nodes[s.gateway]
 	mac := fabric.OverlayMAC(target.Name)
 	if s.inPod() {
 		mac = fabric.GatewayMAC(s.addr())

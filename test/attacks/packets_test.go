@@ -151,8 +151,8 @@ func listenOn(t *testing.T, at *lab.Host, network, address string) *victim {
 	return v
 }
 
-// has reports whether a payload that contains the text has arrived.
-func (v *victim) has(what string) bool {
+// hasReceived reports whether a payload that contains the text has arrived.
+func (v *victim) hasReceived(what string) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, b := range v.got {
@@ -170,8 +170,8 @@ const (
 	grace = 200 * time.Millisecond
 )
 
-// stopped checks that no packet of send, marked by marker, arrives.
-func (v *victim) stopped(t *testing.T, marker string, send func() error) {
+// checkStopped checks that no packet of send, marked by marker, arrives.
+func (v *victim) checkStopped(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	for range tries {
 		if err := send(); err != nil && !refusedLocally(err) {
@@ -179,21 +179,21 @@ func (v *victim) stopped(t *testing.T, marker string, send func() error) {
 		}
 	}
 	time.Sleep(grace)
-	if v.has(marker) {
+	if v.hasReceived(marker) {
 		t.Errorf("%q arrives", marker)
 	}
 }
 
-// arrives checks that a packet of send, marked by marker, arrives. It is for legitimate packets of
-// the same kind as those of stopped.
-func (v *victim) arrives(t *testing.T, marker string, send func() error) {
+// checkArrives checks that a packet of send, marked by marker, arrives. It is for legitimate
+// packets of the same kind as those of checkStopped.
+func (v *victim) checkArrives(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	eventually(t, marker, func() error {
 		if err := send(); err != nil {
 			return err
 		}
 		time.Sleep(grace / 10)
-		if !v.has(marker) {
+		if !v.hasReceived(marker) {
 			return errors.New("nothing arrives")
 		}
 		return nil

@@ -39,7 +39,7 @@ func podChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
-				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.third()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
+				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.victimNode()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
 			}},
 		{attacker: "a pod of a", attempt: "packets to a pod of b from an address that no host has",
 			now: "dropped on its node: the source needs a route through the device that the packet came by",
@@ -54,19 +54,19 @@ func podChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				for _, port := range []uint16{5873, 5875} {
 					if s.inPod() {
-						s.refuses(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.addr(), port))
-						s.refuses(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, s.addr()), port))
+						s.checkRefused(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.addr(), port))
+						s.checkRefused(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, s.addr()), port))
 					}
-					s.refuses(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, port))
-					s.refuses(t, s.podOfA(s.gateway).Host, netip.AddrPortFrom(inside(s.a.Nodes[s.gateway]), port))
-					s.refuses(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway])), port))
+					s.checkRefused(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, port))
+					s.checkRefused(t, s.podOfA(s.gateway).Host, netip.AddrPortFrom(podNetworkAddr(s.a.Nodes[s.gateway]), port))
+					s.checkRefused(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, podNetworkAddr(s.a.Nodes[s.gateway])), port))
 				}
 			}},
 		{attacker: "a pod of a, a node", attempt: "maps endpoints by Liqo's IPAM service on port 6000",
 			now: "off by default; here on the manager's loopback address",
 			run: func(t *testing.T, s *site) {
 				for _, from := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.gateway].Host} {
-					s.refuses(t, from, netip.AddrPortFrom(s.a.Control.Addr, 6000))
+					s.checkRefused(t, from, netip.AddrPortFrom(s.a.Control.Addr, 6000))
 				}
 			}},
 		{attacker: "a host of the underlay", attempt: "replays recorded messages of b's gateway, with its address and its own",
@@ -83,13 +83,13 @@ func podChapter() chapter {
 // spoof sends packets with a foreign source address and checks that none arrives.
 func (s *site) spoof(t *testing.T, from *lab.Host, src, dst netip.Addr, v *victim) {
 	t.Helper()
-	v.stopped(t, t.Name(), func() error {
+	v.checkStopped(t, t.Name(), func() error {
 		return sendRaw(from, datagram(netip.AddrPortFrom(src, 9), netip.AddrPortFrom(dst, victimPort), t.Name()))
 	})
 }
 
-// refuses checks that a TCP connection fails.
-func (s *site) refuses(t *testing.T, from *lab.Host, to netip.AddrPort) {
+// checkRefused checks that a TCP connection fails.
+func (s *site) checkRefused(t *testing.T, from *lab.Host, to netip.AddrPort) {
 	t.Helper()
 	ctx, cancel := contextOf(t, grace)
 	defer cancel()
@@ -108,7 +108,7 @@ func garbage(t *testing.T, s *site) {
 		"tunnel_session": func() []byte { return append(noise.DataHeader(0x12345678, 7), make([]byte, 64)...) },
 	}
 	for reason, next := range kinds {
-		s.grows(t, each/2, "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { // the kernel may lose some packets
+		s.checkGrows(t, each/2, "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { // the kernel may lose some packets
 			for range each {
 				must(t, sendUDP(from, to, next()))
 			}
@@ -145,7 +145,7 @@ func replays(t *testing.T, s *site) {
 	before := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
 	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
 	messages := s.recorded(t, 20) // a packet may contain several messages, because the tap sees it before the kernel segments it
-	s.grows(t, 5, "isthmus_drops_total", `reason="tunnel_replay"`, func() {
+	s.checkGrows(t, 5, "isthmus_drops_total", `reason="tunnel_replay"`, func() {
 		for _, m := range messages {
 			must(t, sendRaw(s.Lab.Underlay, m))
 			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // from the control plane's host, which could run a gateway of the peer
@@ -237,7 +237,7 @@ func forged(t *testing.T, s *site) {
 	m := bytes.Clone(s.recorded(t, 1)[0])
 	m[28+8+5] = 1 // a counter far ahead of the current one
 	rand.Read(m[28+noise.HeaderLen:])
-	s.grows(t, tries, "isthmus_drops_total", `reason="tunnel_forged"`, func() {
+	s.checkGrows(t, tries, "isthmus_drops_total", `reason="tunnel_forged"`, func() {
 		for range tries {
 			must(t, sendUDP(s.b.Control.Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort), m[28:]))
 		}

@@ -35,8 +35,8 @@ type request struct {
 	header             http.Header
 }
 
-// forbidden checks that the API server forbids all of the requests.
-func forbidden(t *testing.T, config *rest.Config, requests ...request) {
+// checkForbidden checks that the API server forbids all of the requests.
+func checkForbidden(t *testing.T, config *rest.Config, requests ...request) {
 	t.Helper()
 	c, err := rest.HTTPClientFor(config)
 	must(t, err)
@@ -86,7 +86,7 @@ func patch(body string, paths ...string) (all []request) {
 func rightsChapter() chapter {
 	const liqo = "/apis/net.liqo.io/v1alpha1"
 	asC := func(requests func(*site) []request) func(*testing.T, *site) {
-		return func(t *testing.T, s *site) { forbidden(t, configAs(t, s.c, s.a), requests(s)...) }
+		return func(t *testing.T, s *site) { checkForbidden(t, configAs(t, s.c, s.a), requests(s)...) }
 	}
 	return chapter{title: "With a peer's identity at the API server", prepare: func(t *testing.T, s *site) { s.stopManagerOfC(t) }, attacks: []attack{
 		{attacker: "c's identity at a", attempt: "reads Secrets, Pods, Nodes, the IPAM state, TunnelEndpoints, Peerings and the namespace of b", now: "forbidden",
@@ -143,15 +143,15 @@ func rightsChapter() chapter {
 	}}
 }
 
-// refusedWith checks that the API server rejects a change of c's NetworkConfig.
-func (s *site) refusedWith(t *testing.T, what string, change func(*v1alpha1.NetworkConfig)) {
+// checkRefusedWith checks that the API server rejects a change of c's NetworkConfig.
+func (s *site) checkRefusedWith(t *testing.T, what string, change func(*v1alpha1.NetworkConfig)) {
 	t.Helper()
 	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
 	err := s.edit(t, c, change)
 	if !apierrors.IsForbidden(err) && !apierrors.IsInvalid(err) && !apierrors.IsRequestEntityTooLargeError(err) {
 		t.Errorf("%s: %v; want a refusal", what, err)
 	}
-	nc := s.mine(t, s.a.Client)
+	nc := s.configOfC(t, s.a.Client)
 	text, err := json.Marshal(nc)
 	must(t, err)
 	if len(text) > 64<<10 {
@@ -175,7 +175,7 @@ func relabel(t *testing.T, s *site) {
 			nc.Labels[v1alpha1.LabelOwnership] = v1alpha1.OwnershipNetworkConfigCreator
 		},
 	} {
-		s.refusedWith(t, what, change)
+		s.checkRefusedWith(t, what, change)
 	}
 }
 
@@ -202,7 +202,7 @@ func greatObjects(t *testing.T, s *site) {
 		"names of labels":  func(nc *v1alpha1.NetworkConfig) { nc.Labels[strings.Repeat("p.", 120)+"x/y"] = "" },
 		"its cluster name": func(nc *v1alpha1.NetworkConfig) { nc.Spec.RemoteCluster.ClusterName = great },
 	} {
-		s.refusedWith(t, what, change)
+		s.checkRefusedWith(t, what, change)
 	}
 }
 
@@ -220,13 +220,13 @@ func greatManagedFields(t *testing.T, s *site) {
 		return metav1.ManagedFieldsEntry{Manager: manager, Operation: operation, APIVersion: "net.liqo.io/v1alpha1", FieldsType: "FieldsV1", FieldsV1: f,
 			Time: &metav1.Time{Time: time.Now()}}
 	}
-	s.refusedWith(t, "one great entry", func(nc *v1alpha1.NetworkConfig) {
+	s.checkRefusedWith(t, "one great entry", func(nc *v1alpha1.NetworkConfig) {
 		nc.ManagedFields = append(nc.ManagedFields, entry("x", metav1.ManagedFieldsOperationUpdate, fields(1, strings.Repeat("x", 1<<20))))
 	})
-	s.refusedWith(t, "one entry of many fields", func(nc *v1alpha1.NetworkConfig) {
+	s.checkRefusedWith(t, "one entry of many fields", func(nc *v1alpha1.NetworkConfig) {
 		nc.ManagedFields = append(nc.ManagedFields, entry("x", metav1.ManagedFieldsOperationUpdate, fields(20_000, "x")))
 	})
-	s.refusedWith(t, "many entries", func(nc *v1alpha1.NetworkConfig) {
+	s.checkRefusedWith(t, "many entries", func(nc *v1alpha1.NetworkConfig) {
 		for i := range 200 {
 			nc.ManagedFields = append(nc.ManagedFields, entry(fmt.Sprintf("x%d", i), metav1.ManagedFieldsOperationApply, fields(100, strings.Repeat("x", 10))))
 		}
@@ -240,7 +240,7 @@ func greatManagedFields(t *testing.T, s *site) {
 
 func manyObjects(t *testing.T, s *site) {
 	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
-	like := s.mine(t, c)
+	like := s.configOfC(t, c)
 	var group sync.WaitGroup
 	names := make(chan int)
 	var mu sync.Mutex
@@ -383,14 +383,14 @@ func insideChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				config, _ := s.componentOf(t, deploy.GatewayServiceAccount)
 				const liqo = "/apis/net.liqo.io/v1alpha1"
-				forbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+tenant(s.c)+"/secrets/isthmus-identity", liqo+"/networkconfigs"),
+				checkForbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+tenant(s.c)+"/secrets/isthmus-identity", liqo+"/networkconfigs"),
 					post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations")...),
 					patch("{}", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName())...)...)
 			}},
 		{attacker: "a holder of a route agent's token (any node)", attempt: "writes anything, reads Secrets, requests tokens", now: "forbidden", run: func(t *testing.T, s *site) {
 			config, _ := s.componentOf(t, deploy.RouteAgentServiceAccount)
 			const liqo = "/apis/net.liqo.io/v1alpha1"
-			forbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+fleet.Namespace+"/secrets/wireguard-pubkey", liqo+"/networkconfigs"),
+			checkForbidden(t, config, append(append(get("/api/v1/secrets", "/api/v1/namespaces/"+fleet.Namespace+"/secrets/wireguard-pubkey", liqo+"/networkconfigs"),
 				post("{}", "/api/v1/namespaces/"+fleet.Namespace+"/serviceaccounts/isthmus-manager/token", "/api/v1/nodes", liqo+"/ipamstorages", "/apis/isthmus.net/v1alpha1/networkallocations")...),
 				patch("{}", "/api/v1/nodes/a-node1", "/api/v1/nodes/a-node1/status", liqo+"/namespaces/"+tenant(s.c)+"/tunnelendpoints/"+identity(s.c).UniqueName()+"/status")...)...)
 		}},
@@ -407,8 +407,8 @@ func insideChapter() chapter {
 	}}
 }
 
-// denied checks that the error is Forbidden.
-func denied(t *testing.T, what string, err error) {
+// checkDenied checks that the error is Forbidden.
+func checkDenied(t *testing.T, what string, err error) {
 	t.Helper()
 	if !apierrors.IsForbidden(err) {
 		t.Errorf("%s: %v; want Forbidden", what, err)
@@ -431,11 +431,11 @@ func gatewayPatchesPods(t *testing.T, s *site) {
 			"finalizer":  `{"metadata":{"finalizers":["example.com/x"]}}`,
 		} {
 			pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: name}}
-			denied(t, name+": "+what, c.Patch(t.Context(), pod, client.RawPatch(types.StrategicMergePatchType, []byte(text))))
+			checkDenied(t, name+": "+what, c.Patch(t.Context(), pod, client.RawPatch(types.StrategicMergePatchType, []byte(text))))
 		}
 	}
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: "manager-1"}}
-	denied(t, "the active mark on another Pod", c.Patch(t.Context(), pod, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"net.liqo.io/gateway":"active"}}}`))))
+	checkDenied(t, "the active mark on another Pod", c.Patch(t.Context(), pod, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"net.liqo.io/gateway":"active"}}}`))))
 }
 
 func gatewayPatchesServices(t *testing.T, s *site) {
@@ -448,7 +448,7 @@ func gatewayPatchesServices(t *testing.T, s *site) {
 		"no address":   `{"metadata":{"annotations":{"net.liqo.io/gatewayNodeIP":"evil.example"}}}`,
 	} {
 		service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: "isthmus-gateway"}}
-		denied(t, what, c.Patch(t.Context(), service, client.RawPatch(types.MergePatchType, []byte(text))))
+		checkDenied(t, what, c.Patch(t.Context(), service, client.RawPatch(types.MergePatchType, []byte(text))))
 	}
 }
 
@@ -456,13 +456,13 @@ func gatewayMakesSecrets(t *testing.T, s *site) {
 	config, c := s.componentOf(t, deploy.GatewayServiceAccount)
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: "x", Annotations: map[string]string{corev1.ServiceAccountNameKey: "isthmus-manager"}},
 		Type: corev1.SecretTypeServiceAccountToken}
-	denied(t, "a token's Secret", c.Create(t.Context(), secret.DeepCopy()))
+	checkDenied(t, "a token's Secret", c.Create(t.Context(), secret.DeepCopy()))
 	secret.Name, secret.GenerateName = "", "wireguard-pubkey"
-	denied(t, "a token's Secret of a name that is made", c.Create(t.Context(), secret.DeepCopy()))
-	forbidden(t, config, append(post(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"isthmus-manager"}}`,
+	checkDenied(t, "a token's Secret of a name that is made", c.Create(t.Context(), secret.DeepCopy()))
+	checkForbidden(t, config, append(post(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"isthmus-manager"}}`,
 		"/apis/coordination.k8s.io/v1/namespaces/"+fleet.Namespace+"/leases"),
 		patch(`{"type":"kubernetes.io/service-account-token"}`, "/api/v1/namespaces/"+fleet.Namespace+"/secrets/x")...)...)
-	denied(t, "an owner of the key", c.Patch(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: "wireguard-pubkey"}},
+	checkDenied(t, "an owner of the key", c.Patch(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: "wireguard-pubkey"}},
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/x"]}}`))))
 }
 

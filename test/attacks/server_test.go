@@ -94,12 +94,12 @@ func (s *site) identitySecret(t *testing.T, change func(*clientcmdapi.Cluster)) 
 	write(text)
 	s.restore = append(s.restore, func(t *testing.T) {
 		write(was)
-		s.identityIs(t, metav1.ConditionTrue, "")
+		s.waitIdentity(t, metav1.ConditionTrue, "")
 	})
 }
 
-// identityIs waits until the condition Identity of a's Peering with c has a status and message.
-func (s *site) identityIs(t *testing.T, status metav1.ConditionStatus, contains string) {
+// waitIdentity waits until the condition Identity of a's Peering with c has a status and message.
+func (s *site) waitIdentity(t *testing.T, status metav1.ConditionStatus, contains string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%s %s %s", api.ConditionIdentity, status, contains), func() error {
 		p, err := s.a.Peering(t.Context(), s.c)
@@ -135,7 +135,7 @@ func serverChapter() chapter {
 				s.identitySecret(t, func(c *clientcmdapi.Cluster) {
 					c.Server, c.InsecureSkipTLSVerify, c.CertificateAuthorityData = i.url, true, nil
 				})
-				s.identityIs(t, metav1.ConditionFalse, "insecure-skip-tls-verify")
+				s.waitIdentity(t, metav1.ConditionFalse, "insecure-skip-tls-verify")
 				if n := i.requests.Load(); n > 0 {
 					t.Errorf("%d requests, %d of them with the token", n, i.tokens.Load())
 				}
@@ -143,7 +143,7 @@ func serverChapter() chapter {
 		{attacker: "a host on the path", attempt: "answers in place of the peer's API server, with another certificate", now: "the token is not sent", run: withSecret(func(t *testing.T, s *site) {
 			i := s.impostor(t, func(http.ResponseWriter, *http.Request) {})
 			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server = i.url }) // the certificate authority does not change
-			s.identityIs(t, metav1.ConditionFalse, "")
+			s.waitIdentity(t, metav1.ConditionFalse, "")
 			if n := i.tokens.Load(); n > 0 {
 				t.Errorf("%d requests with the token", n)
 			}
@@ -157,8 +157,8 @@ func serverChapter() chapter {
 				http.Redirect(w, r, "http://127.0.0.1:8099"+r.URL.Path, http.StatusTemporaryRedirect)
 			})
 			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server, c.CertificateAuthorityData = i.url, i.ca })
-			s.requested(t, i)
-			s.identityIs(t, metav1.ConditionFalse, "")
+			s.waitRequested(t, i)
+			s.waitIdentity(t, metav1.ConditionFalse, "")
 			if n := led.Load(); n > 0 {
 				t.Errorf("%d requests were led away", n)
 			}
@@ -189,8 +189,8 @@ func serverChapter() chapter {
 	}}
 }
 
-// requested waits until a's manager has sent a request to the impostor.
-func (s *site) requested(t *testing.T, i *impostor) {
+// waitRequested waits until a's manager has sent a request to the impostor.
+func (s *site) waitRequested(t *testing.T, i *impostor) {
 	t.Helper()
 	eventually(t, "a request", func() error {
 		if i.requests.Load() == 0 {
@@ -202,7 +202,7 @@ func (s *site) requested(t *testing.T, i *impostor) {
 
 func terminalEscapes(t *testing.T, s *site) {
 	const evil = "\x1b]0;owned\x07\x1b[2J\rroot# "
-	defer s.answer(t, func(nc *v1alpha1.NetworkConfig) {
+	defer s.changeAnswer(t, func(nc *v1alpha1.NetworkConfig) {
 		meta.SetStatusCondition(&nc.Status.Conditions, metav1.Condition{
 			Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse, Reason: "Evil", Message: evil, ObservedGeneration: nc.Generation})
 	})()
@@ -223,8 +223,9 @@ func terminalEscapes(t *testing.T, s *site) {
 	}
 }
 
-// answer changes c's answer to a's NetworkConfig, with c's manager stopped, until undo is called.
-func (s *site) answer(t *testing.T, change func(*v1alpha1.NetworkConfig)) (undo func()) {
+// changeAnswer stops c's manager and changes c's answer to a's NetworkConfig. undo restores the
+// answer.
+func (s *site) changeAnswer(t *testing.T, change func(*v1alpha1.NetworkConfig)) (undo func()) {
 	t.Helper()
 	if s.c.Running(fleet.Manager) {
 		s.stopManagerOfC(t)
@@ -247,13 +248,13 @@ func (s *site) answer(t *testing.T, change func(*v1alpha1.NetworkConfig)) (undo 
 	write(change)
 	return func() {
 		write(func(nc *v1alpha1.NetworkConfig) { nc.Status = was.Status })
-		s.reconnected(t, &claims{had: had})
+		s.waitReconnected(t, &claims{had: had})
 		must(t, s.a.WaitReady(t.Context(), s.c, patience))
 	}
 }
 
 func answersWithTheInternet(t *testing.T, s *site) {
-	defer s.answer(t, func(nc *v1alpha1.NetworkConfig) { nc.Status.PodCIDRNAT = "8.8.0.0/16" })()
+	defer s.changeAnswer(t, func(nc *v1alpha1.NetworkConfig) { nc.Status.PodCIDRNAT = "8.8.0.0/16" })()
 	eventually(t, "the answer", func() error {
 		if got := endpointOf(t, s.a, s.c).Spec.LocalNATPodCIDR; got != "8.8.0.0/16" {
 			return fmt.Errorf("%s", got)
@@ -264,5 +265,5 @@ func answersWithTheInternet(t *testing.T, s *site) {
 	if nodes := s.divertingNodes(t, netip.MustParseAddr("8.8.8.8")); nodes != nil {
 		t.Errorf("8.8.8.8 is led to c by %v", nodes)
 	}
-	s.works(t)
+	s.checkTraffic(t)
 }

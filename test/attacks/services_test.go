@@ -47,7 +47,7 @@ func (s *site) shareServices(t *testing.T) *seller {
 	}
 	s.stopManagerOfC(t)
 	f := &seller{site: s, client: clientFor(t, configAs(t, s.c, s.a), s.c.Client), pod: s.seen(t, s.a, s.b, s.podOfB().Addr).String()}
-	f.serves(t, "shop", f.pod)
+	f.waitServed(t, "shop", f.pod)
 	s.after(func(t *testing.T) {
 		must(t, client.IgnoreNotFound(s.b.Client.Delete(t.Context(), &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: shared, Name: "shop"}})))
 		f.gone(t, "shop")
@@ -55,8 +55,8 @@ func (s *site) shareServices(t *testing.T) *seller {
 	return f
 }
 
-// here returns the address under which cluster a reaches a pod of cluster c.
-func (f *seller) here(t *testing.T, addr string) string {
+// addrAtA returns the address under which cluster a reaches a pod of cluster c.
+func (f *seller) addrAtA(t *testing.T, addr string) string {
 	t.Helper()
 	return f.seen(t, f.a, f.c, netip.MustParseAddr(addr)).String()
 }
@@ -117,7 +117,7 @@ func (f *seller) withdraw(t *testing.T, all ...api.ExportedService) {
 			f.gone(t, s.Name)
 		}
 	}
-	f.serves(t, "shop", f.pod)
+	f.waitServed(t, "shop", f.pod)
 }
 
 // endpoints returns the ready endpoints of a service at cluster a, and whether there is a
@@ -139,8 +139,8 @@ func (f *seller) endpoints(t *testing.T, name string) (addresses []string, impor
 	return addresses, err == nil
 }
 
-// serves waits until cluster a serves a service with exactly these endpoints.
-func (f *seller) serves(t *testing.T, name string, want ...string) {
+// waitServed waits until cluster a serves a service with exactly these endpoints.
+func (f *seller) waitServed(t *testing.T, name string, want ...string) {
 	t.Helper()
 	slices.Sort(want)
 	eventually(t, fmt.Sprintf("service %s with %v", name, want), func() error {
@@ -163,8 +163,8 @@ func (f *seller) gone(t *testing.T, name string) {
 	})
 }
 
-// refuses waits until cluster a reports the reason why it does not serve a service.
-func (f *seller) refuses(t *testing.T, s api.ExportedService, reason string) {
+// waitRefused waits until cluster a reports the reason why it does not serve a service.
+func (f *seller) waitRefused(t *testing.T, s api.ExportedService, reason string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%s/%s refused: %s", s.Namespace, s.Name, reason), func() error {
 		o := &api.PeerServices{}
@@ -178,8 +178,8 @@ func (f *seller) refuses(t *testing.T, s api.ExportedService, reason string) {
 	})
 }
 
-// invalid checks that the API server rejects services.
-func (f *seller) invalid(t *testing.T, what string, all ...api.ExportedService) {
+// checkInvalid checks that the API server rejects services.
+func (f *seller) checkInvalid(t *testing.T, what string, all ...api.ExportedService) {
 	t.Helper()
 	if err := f.put(t, "services-0", all...); !apierrors.IsInvalid(err) && !apierrors.IsRequestEntityTooLargeError(err) {
 		t.Errorf("%s: %v; want Invalid", what, err)
@@ -191,7 +191,7 @@ func servicesChapter() chapter {
 	row := func(attempt, now string, run func(*testing.T)) attack {
 		return attack{attacker: "c, accepted", attempt: attempt, now: now, run: func(t *testing.T, _ *site) {
 			run(t)
-			f.serves(t, "shop", f.pod)
+			f.waitServed(t, "shop", f.pod)
 		}}
 	}
 	return chapter{title: "What a peer exports as services", prepare: func(t *testing.T, s *site) { *f = *s.shareServices(t) }, attacks: []attack{
@@ -201,34 +201,34 @@ func servicesChapter() chapter {
 				s := service("stall", own, f.podOfA(0).Addr.String(), f.a.Nodes[f.gateway].Addr.String(), f.addr().String(), "10.96.0.1", f.a.Control.Addr.String(), f.pod,
 					"169.254.169.254", "127.0.0.1", "224.0.0.1", "255.255.255.255", "0.0.0.0", "::1", "::ffff:ac14:1")
 				f.export(t, s)
-				f.refuses(t, s, services.RefusedAddress)
-				f.serves(t, "stall", f.here(t, own))
+				f.waitRefused(t, s, services.RefusedAddress)
+				f.waitServed(t, "stall", f.addrAtA(t, own))
 				f.withdraw(t, s)
 			}),
 		row("invalid endpoint addresses: 0.0.0.0/0, ::/0, IPv4 in IPv6, a zone, a name", "the API server refuses them", func(t *testing.T) {
 			for _, address := range []string{"0.0.0.0/0", "::/0", "10.244.0.0/16", "::ffff:172.20.0.11", "fe80::1%eth0", "evil.example", ""} {
-				f.invalid(t, address, service("stall", address))
+				f.checkInvalid(t, address, service("stall", address))
 			}
 		}),
 		row("a `since` that the format date-time allows and Go cannot parse, which would break a's list of all PeerServices", "the API server refuses it", func(t *testing.T) {
 			for _, since := range []string{"2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00x5Z", "2026-01-01T00:00:00ZTx"} {
 				s := service("stall")
 				s.Since = since
-				f.invalid(t, since, s)
+				f.checkInvalid(t, since, s)
 			}
 		}),
 		row("invalid DNS labels as names: dots, capitals, wildcards, paths, 64 characters; also of namespaces, ports and hostnames", "the API server refuses them", func(t *testing.T) {
 			for _, name := range []string{"a.b", "Shop", "*", "../shop", "-a", "a-", "a\n", strings.Repeat("a", 64), ""} {
 				s := service(name)
-				f.invalid(t, name, s)
+				f.checkInvalid(t, name, s)
 				s.Namespace, s.Name = name, "stall"
-				f.invalid(t, "namespace "+name, s)
+				f.checkInvalid(t, "namespace "+name, s)
 				if s = service("stall", "172.20.0.11"); name != "" {
 					s.Ports[0].Name = name
-					f.invalid(t, "port "+name, s)
+					f.checkInvalid(t, "port "+name, s)
 					s = service("stall", "172.20.0.11")
 					s.Subsets[0].Endpoints[0].Hostname = name
-					f.invalid(t, "hostname "+name, s)
+					f.checkInvalid(t, "hostname "+name, s)
 				}
 			}
 		}),
@@ -242,7 +242,7 @@ func servicesChapter() chapter {
 					s := service("kube-dns", f.podOfC().Addr.String())
 					s.Namespace = namespace
 					f.export(t, s)
-					f.refuses(t, s, reason)
+					f.waitRefused(t, s, reason)
 					if err := f.a.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: s.Name}, &mcs.ServiceImport{}); !apierrors.IsNotFound(err) {
 						t.Errorf("namespace %s has a ServiceImport (%v)", namespace, err)
 					}
@@ -255,14 +255,14 @@ func servicesChapter() chapter {
 			for i := range many {
 				many[i] = fmt.Sprintf("172.20.%d.%d", i>>8, i&0xff)
 			}
-			f.invalid(t, "20,001 endpoints", service("stall", many...))
-			f.invalid(t, "2,501 endpoints", service("stall", many[:1251]...), service("stand", many[:1250]...))
-			f.invalid(t, "twice", service("stall"), service("stall"))
+			f.checkInvalid(t, "20,001 endpoints", service("stall", many...))
+			f.checkInvalid(t, "2,501 endpoints", service("stall", many[:1251]...), service("stand", many[:1250]...))
+			f.checkInvalid(t, "twice", service("stall"), service("stall"))
 			var all []api.ExportedService
 			for i := range 129 {
 				all = append(all, service(fmt.Sprint("stall-", i)))
 			}
-			f.invalid(t, "129 services", all...)
+			f.checkInvalid(t, "129 services", all...)
 		}),
 		row("a 17th object, or one of another name; labels, annotations, finalizers and owners on its own objects; their status; objects of b",
 			"forbidden, or refused by the admission policy: c may write the spec of 16 objects", f.beyondItsObjects),
@@ -272,8 +272,8 @@ func servicesChapter() chapter {
 			s.Labels = map[string]api.MetadataValue{api.LabelService: "shop", "app.kubernetes.io/managed-by": "Helm", "multicluster.kubernetes.io/x": "y"}
 			s.Annotations = map[string]api.MetadataValue{services.AnnotationDerived: "kubernetes"}
 			f.export(t, s)
-			f.refuses(t, s, services.RefusedMetadata)
-			f.serves(t, "stall", f.here(t, own))
+			f.waitRefused(t, s, services.RefusedMetadata)
+			f.waitServed(t, "stall", f.addrAtA(t, own))
 			var i mcs.ServiceImport
 			must(t, f.a.Client.Get(t.Context(), client.ObjectKey{Namespace: shared, Name: "stall"}, &i))
 			if len(i.Labels) != 1 || i.Labels[api.LabelService] != "stall" || len(i.Annotations) != 1 || i.Annotations[services.AnnotationDerived] == "kubernetes" {
@@ -285,9 +285,9 @@ func servicesChapter() chapter {
 			s := f.rival()
 			s.Since = "2100-01-01T00:00:00Z"
 			f.export(t, s)
-			f.serves(t, "shop", f.pod, f.here(t, f.podOfC().Addr.String()))
-			f.refuses(t, s, string(mcs.ServiceExportReasonSessionAffinityConflict))
-			f.affinity(t, corev1.ServiceAffinityNone)
+			f.waitServed(t, "shop", f.pod, f.addrAtA(t, f.podOfC().Addr.String()))
+			f.waitRefused(t, s, string(mcs.ServiceExportReasonSessionAffinityConflict))
+			f.waitAffinity(t, corev1.ServiceAffinityNone)
 			f.withdraw(t, s)
 		}),
 		row("the same with a `since` of 1970", "accepted, in a namespace that a imports from c: the older export decides ports and affinity, nothing else; the status of both exports reports the conflict",
@@ -295,8 +295,8 @@ func servicesChapter() chapter {
 				s := f.rival()
 				s.Since = "1970-01-01T00:00:00Z"
 				f.export(t, s)
-				f.affinity(t, corev1.ServiceAffinityClientIP)
-				f.serves(t, "shop", f.pod, f.here(t, f.podOfC().Addr.String()))
+				f.waitAffinity(t, corev1.ServiceAffinityClientIP)
+				f.waitServed(t, "shop", f.pod, f.addrAtA(t, f.podOfC().Addr.String()))
 				eventually(t, "a conflict at b", func() error {
 					var e mcs.ServiceExport
 					must(t, f.b.Client.Get(t.Context(), client.ObjectKey{Namespace: shared, Name: "shop"}, &e))
@@ -308,7 +308,7 @@ func servicesChapter() chapter {
 					return fmt.Errorf("%+v", e.Status.Conditions)
 				})
 				f.withdraw(t, s)
-				f.affinity(t, corev1.ServiceAffinityNone)
+				f.waitAffinity(t, corev1.ServiceAffinityNone)
 			}),
 		row("an endpoint that comes and goes as fast as the API server accepts it", "a follows; b's service and traffic with b are not affected", f.flap),
 		row("deletes an export and brings it back with another type and other endpoints, as fast as the API server accepts it", "a follows; nothing of the previous exports is left",
@@ -323,7 +323,7 @@ func servicesChapter() chapter {
 						must(t, f.client.Delete(t.Context(), &api.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: tenant(f.c), Name: shardOf(s)}}))
 					}
 				}
-				f.serves(t, "stall", f.here(t, own.String()))
+				f.waitServed(t, "stall", f.addrAtA(t, own.String()))
 				f.withdraw(t, s)
 			}),
 	}}
@@ -336,8 +336,8 @@ func (f *seller) rival() api.ExportedService {
 	return s
 }
 
-// affinity waits until shop has the given session affinity.
-func (f *seller) affinity(t *testing.T, want corev1.ServiceAffinity) {
+// waitAffinity waits until shop has the given session affinity.
+func (f *seller) waitAffinity(t *testing.T, want corev1.ServiceAffinity) {
 	t.Helper()
 	eventually(t, "session affinity "+string(want), func() error {
 		var i mcs.ServiceImport
@@ -357,11 +357,11 @@ func (f *seller) beyondItsObjects(t *testing.T) {
 		must(t, f.put(t, fmt.Sprint(api.PeerServicesPrefix, i)))
 	}
 	for _, name := range []string{"services-16", "services-00", "services", "x"} {
-		denied(t, name, f.client.Create(t.Context(), object(name)))
+		checkDenied(t, name, f.client.Create(t.Context(), object(name)))
 	}
 	of := object("services-0")
 	of.Namespace = tenant(f.b)
-	denied(t, "in b's namespace", f.client.Create(t.Context(), of))
+	checkDenied(t, "in b's namespace", f.client.Create(t.Context(), of))
 	for what, change := range map[string]func(*api.PeerServices){
 		"a label":       func(o *api.PeerServices) { o.Labels = map[string]string{"x": "y"} },
 		"an annotation": func(o *api.PeerServices) { o.Annotations = map[string]string{"x": strings.Repeat("y", 1<<17)} },
@@ -373,10 +373,10 @@ func (f *seller) beyondItsObjects(t *testing.T) {
 		o := object("services-15")
 		must(t, f.client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
 		change(o)
-		denied(t, what, f.client.Update(t.Context(), o))
+		checkDenied(t, what, f.client.Update(t.Context(), o))
 	}
 	path := "/apis/isthmus.net/v1alpha1/namespaces/"
-	forbidden(t, configAs(t, f.c, f.a), slices.Concat(patch(`{"status":{"refused":[]}}`, path+tenant(f.c)+"/peerservices/services-0/status", path+tenant(f.b)+"/peerservices/services-0"),
+	checkForbidden(t, configAs(t, f.c, f.a), slices.Concat(patch(`{"status":{"refused":[]}}`, path+tenant(f.c)+"/peerservices/services-0/status", path+tenant(f.b)+"/peerservices/services-0"),
 		get("/apis/isthmus.net/v1alpha1/peerservices", path+tenant(f.b)+"/peerservices", "/apis/multicluster.x-k8s.io/v1beta1/serviceimports",
 			"/apis/discovery.k8s.io/v1/endpointslices"))...)
 }
@@ -392,7 +392,7 @@ func (f *seller) flap(t *testing.T) {
 	t.Logf("%d changes", n)
 	s.Subsets[0].Endpoints[0].Ready = true
 	f.export(t, s)
-	f.serves(t, "stall", f.here(t, own), f.here(t, other))
+	f.waitServed(t, "stall", f.addrAtA(t, own), f.addrAtA(t, other))
 	f.withdraw(t, s)
 }
 
@@ -409,7 +409,7 @@ func managerWritesServices(t *testing.T, s *site) {
 		"of ports of nodes":   {Ports: ports, Type: corev1.ServiceTypeNodePort},
 		"with another's name": {Type: corev1.ServiceTypeExternalName, ExternalName: "evil.example"},
 	} {
-		denied(t, what, c.Create(t.Context(), &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: shared, Name: "derived-x", Labels: ours}, Spec: spec}))
+		checkDenied(t, what, c.Create(t.Context(), &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: shared, Name: "derived-x", Labels: ours}, Spec: spec}))
 	}
 	for _, o := range []client.Object{
 		&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "derived-x", Labels: ours}, Spec: corev1.ServiceSpec{Ports: ports}},
@@ -419,10 +419,10 @@ func managerWritesServices(t *testing.T, s *site) {
 		&discoveryv1.EndpointSlice{AddressType: discoveryv1.AddressTypeIPv4, ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "derived-x",
 			Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes", discoveryv1.LabelManagedBy: services.ManagedBy, api.LabelService: "x"}}},
 	} {
-		denied(t, fmt.Sprintf("%T %s/%s", o, o.GetNamespace(), o.GetName()), c.Create(t.Context(), o))
+		checkDenied(t, fmt.Sprintf("%T %s/%s", o, o.GetNamespace(), o.GetName()), c.Create(t.Context(), o))
 	}
 	gateway := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: "isthmus-gateway"}}
-	denied(t, "the gateway's Service", c.Patch(t.Context(), gateway, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"labels":{"isthmus.net/service":"x"}}}`))))
-	denied(t, "the end of the gateway's Service", c.Delete(t.Context(), gateway))
-	denied(t, "the end of the API server's EndpointSlice", c.Delete(t.Context(), &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "kubernetes"}}))
+	checkDenied(t, "the gateway's Service", c.Patch(t.Context(), gateway, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"labels":{"isthmus.net/service":"x"}}}`))))
+	checkDenied(t, "the end of the gateway's Service", c.Delete(t.Context(), gateway))
+	checkDenied(t, "the end of the API server's EndpointSlice", c.Delete(t.Context(), &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "kubernetes"}}))
 }

@@ -103,7 +103,7 @@ func newSite(t *testing.T, inPods bool) *site {
 	s.gateway, err = s.a.ActiveGateway(t.Context())
 	must(t, err)
 	s.other = (s.gateway + 1) % len(s.a.Nodes)
-	s.works(t)
+	s.checkTraffic(t)
 	s.talk(t, s.podOfA(s.other), s.a, s.podOfB(), s.b)
 	s.talk(t, s.podOfB(), s.b, s.podOfA(s.gateway), s.a)
 	return s
@@ -138,7 +138,7 @@ func (s *site) addr() netip.Addr { return s.a.GatewayAddr(s.gateway) }
 // inPod reports whether the gateways of a are Pods.
 func (s *site) inPod() bool { return len(s.a.GatewayPods) > 0 }
 
-// seen returns the address under which the cluster local reaches a pod of another cluster.
+// seen returns the address under which the local cluster reaches a pod of the remote one.
 func (s *site) seen(t *testing.T, local, remote *fleet.Cluster, addr netip.Addr) (seen netip.Addr) {
 	t.Helper()
 	eventually(t, "networks agreed upon", func() (err error) {
@@ -148,8 +148,8 @@ func (s *site) seen(t *testing.T, local, remote *fleet.Cluster, addr netip.Addr)
 	return seen
 }
 
-// works checks that traffic between the honest clusters passes.
-func (s *site) works(t *testing.T) {
+// checkTraffic checks that traffic between the honest clusters passes.
+func (s *site) checkTraffic(t *testing.T) {
 	t.Helper()
 	for _, way := range [][2]*fleet.Cluster{{s.a, s.b}, {s.b, s.a}} {
 		from, to := way[0].Pods[len(way[0].Pods)-1], podOn(way[1], 0)
@@ -291,8 +291,8 @@ func (s *site) metric(t *testing.T, name string, labels ...string) float64 {
 	return n
 }
 
-// grows checks that a metric of a's gateway grows by at least n during do.
-func (s *site) grows(t *testing.T, n int, name, label string, do func()) {
+// checkGrows checks that a metric of a's gateway grows by at least n while do runs.
+func (s *site) checkGrows(t *testing.T, n int, name, label string, do func()) {
 	t.Helper()
 	before := s.metric(t, name, label)
 	do()

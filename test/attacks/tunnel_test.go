@@ -81,10 +81,10 @@ func (r *rogue) send(packets ...[]byte) error {
 	return nil
 }
 
-// dropped checks that a's gateway drops all packets and counts them under a reason.
-func (s *site) dropped(t *testing.T, reason string, packets ...[]byte) {
+// checkDropped checks that a's gateway drops all packets and counts them under a reason.
+func (s *site) checkDropped(t *testing.T, reason string, packets ...[]byte) {
 	t.Helper()
-	s.grows(t, len(packets), "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { must(t, s.rogue.send(packets...)) })
+	s.checkGrows(t, len(packets), "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { must(t, s.rogue.send(packets...)) })
 }
 
 func (s *site) toPod(t *testing.T) (netip.AddrPort, *victim) {
@@ -100,7 +100,7 @@ func tunnelChapter() chapter {
 		s.becomeGateway(t)
 		t.Run("LegitimatePacketsArrive", func(t *testing.T) {
 			to, v := s.toPod(t)
-			v.arrives(t, "of c", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "of c")) })
+			v.checkArrives(t, "of c", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "of c")) })
 		})
 	}, attacks: []attack{
 		{attacker: "c's gateway", attempt: "packets to a pod from addresses of b's pods, of a's own pods and nodes, and of no host",
@@ -109,8 +109,8 @@ func tunnelChapter() chapter {
 			b := s.podOfB()
 			v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
 			dst := s.seen(t, s.a, s.b, b.Addr)
-			s.dropped(t, "destination", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
-			v.stopped(t, t.Name(), func() error { return nil })
+			s.checkDropped(t, "destination", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
+			v.checkStopped(t, t.Name(), func() error { return nil })
 		}},
 		{attacker: "c's gateway", attempt: "packets to nodes, Services, loopback, link-local, metadata, broadcast, multicast and overlay addresses of a",
 			now: "the same", run: forbiddenDestinations},
@@ -133,11 +133,11 @@ func tunnelChapter() chapter {
 			run: roam},
 		{attacker: "c's gateway", attempt: "a service of a node (kubelet, metrics), with a source port that looks like an answer's",
 			now: "dropped: an answer must belong to a flow that the node began", run: func(t *testing.T, s *site) {
-				for _, i := range []int{s.gateway, s.third()} {
+				for _, i := range []int{s.gateway, s.victimNode()} {
 					n := s.a.Nodes[i]
-					v := listen(t, n.Host, netip.AddrPortFrom(inside(n), 10250))
-					to := netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(n)), 10250)
-					v.stopped(t, t.Name(), func() error {
+					v := listen(t, n.Host, netip.AddrPortFrom(podNetworkAddr(n), 10250))
+					to := netip.AddrPortFrom(s.seen(t, s.c, s.a, podNetworkAddr(n)), 10250)
+					v.checkStopped(t, t.Name(), func() error {
 						return s.rogue.send(datagram(netip.AddrPortFrom(s.rogue.pod, 53), to, t.Name()))
 					})
 				}
@@ -155,8 +155,8 @@ func spoofedSources(t *testing.T, s *site) {
 	} {
 		packets = append(packets, datagram(from(src), to, t.Name()))
 	}
-	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
-	v.stopped(t, t.Name(), func() error { return nil })
+	s.checkGrows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+	v.checkStopped(t, t.Name(), func() error { return nil })
 }
 
 func forbiddenDestinations(t *testing.T, s *site) {
@@ -164,7 +164,7 @@ func forbiddenDestinations(t *testing.T, s *site) {
 	v := listen(t, n.Host, netip.AddrPortFrom(netip.IPv4Unspecified(), victimPort))
 	if s.inPod() {
 		inside := listen(t, s.host(), netip.AddrPortFrom(netip.IPv4Unspecified(), victimPort))
-		defer inside.stopped(t, t.Name(), func() error { return nil })
+		defer inside.checkStopped(t, t.Name(), func() error { return nil })
 	}
 	var packets [][]byte
 	for _, dst := range []netip.Addr{
@@ -174,8 +174,8 @@ func forbiddenDestinations(t *testing.T, s *site) {
 	} {
 		packets = append(packets, datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
 	}
-	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
-	v.stopped(t, t.Name(), func() error { return nil })
+	s.checkGrows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+	v.checkStopped(t, t.Name(), func() error { return nil })
 }
 
 // gatewayItself sends packets to a's gateway Pod. Without a gateway Pod there is nothing to test.
@@ -187,10 +187,10 @@ func gatewayItself(t *testing.T, s *site) {
 	for _, port := range []uint16{victimPort, 53} {
 		at := netip.AddrPortFrom(s.addr(), port)
 		v := listen(t, s.host(), at)
-		v.stopped(t, t.Name(), func() error {
+		v.checkStopped(t, t.Name(), func() error {
 			return s.rogue.send(datagram(netip.AddrPortFrom(s.rogue.pod, 53), netip.AddrPortFrom(dst, port), t.Name()))
 		})
-		v.arrives(t, "from a pod of a", func() error { return sendUDP(s.podOfA(s.other).Host, at, []byte("from a pod of a")) })
+		v.checkArrives(t, "from a pod of a", func() error { return sendUDP(s.podOfA(s.other).Host, at, []byte("from a pod of a")) })
 	}
 }
 
@@ -210,8 +210,8 @@ func mappedForAnother(t *testing.T, s *site) {
 	})
 	v := listen(t, s.a.OnPrem.Host, netip.AddrPortFrom(s.a.OnPrem.Addr, victimPort))
 	dst := lab.Move(addr, external(t, s.b, s.a), external(t, s.c, s.a))
-	s.dropped(t, "no_mapping", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
-	v.stopped(t, t.Name(), func() error { return nil })
+	s.checkDropped(t, "no_mapping", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
+	v.checkStopped(t, t.Name(), func() error { return nil })
 }
 
 func unallocated(t *testing.T, s *site) {
@@ -219,7 +219,7 @@ func unallocated(t *testing.T, s *site) {
 	k := newTap(t, s.Lab.Underlay, func(ip []byte) bool { return netip.AddrFrom4([4]byte(ip[16:20])) == nobody })
 	must(t, s.rogue.send(datagram(from(s.rogue.pod), netip.AddrPortFrom(s.seen(t, s.c, s.a, nobody), victimPort), t.Name())))
 	to, v := s.toPod(t)
-	v.arrives(t, "after it", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "after it")) })
+	v.checkArrives(t, "after it", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "after it")) })
 	time.Sleep(grace)
 	if n := len(k.packets()); n > 0 {
 		t.Errorf("%d packets on the underlay: %x", n, k.packets()[0])
@@ -227,7 +227,7 @@ func unallocated(t *testing.T, s *site) {
 }
 
 func foreignErrors(t *testing.T, s *site) {
-	pod := s.podOfA(s.third())
+	pod := s.podOfA(s.victimNode())
 	b := s.seen(t, s.a, s.b, s.podOfB().Addr)
 	dst := s.seen(t, s.c, s.a, pod.Addr)
 	v := listenOn(t, pod.Host, "ip4:icmp", pod.Addr.String())
@@ -242,11 +242,11 @@ func foreignErrors(t *testing.T, s *site) {
 			packets = append(packets, ipv4(s.rogue.pod, dst, unix.IPPROTO_ICMP, header{}, icmp(e.kind, e.code, e.rest, quoted)))
 		}
 	}
-	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
-	v.stopped(t, marker, func() error { return nil })
+	s.checkGrows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+	v.checkStopped(t, marker, func() error { return nil })
 	must(t, pod.Do(func() error {
 		routes, err := netlink.RouteGet(b.AsSlice())
-		if err == nil && (len(routes) != 1 || routes[0].MTU != 0 || routes[0].Gw.String() != inside(pod.Node).String()) {
+		if err == nil && (len(routes) != 1 || routes[0].MTU != 0 || routes[0].Gw.String() != podNetworkAddr(pod.Node).String()) {
 			err = fmt.Errorf("the pod's route to b is %v", routes)
 		}
 		return err
@@ -255,7 +255,7 @@ func foreignErrors(t *testing.T, s *site) {
 
 func fragments(t *testing.T, s *site) {
 	const more = 0x2000
-	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) })
+	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, podNetworkAddr(n)) })
 	marker := t.Name()[:20] // short enough to be completely in the second fragment
 	whole := udp(9, i.to.Port(), i.packet(marker))
 	const cut = 64 // octets of the first fragment: about the UDP, VXLAN, Ethernet and IP headers
@@ -264,11 +264,11 @@ func fragments(t *testing.T, s *site) {
 		return ipv4(s.rogue.pod, i.to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(offset/8)}, b)
 	}
 	harmless := udp(9, victimPort, i.packet(marker))
-	i.victim.stopped(t, marker, func() error { // one datagram in two fragments
+	i.victim.checkStopped(t, marker, func() error { // one datagram in two fragments
 		id++
 		return s.rogue.send(fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
 	})
-	i.victim.stopped(t, marker, func() error { // a harmless first fragment before the real one
+	i.victim.checkStopped(t, marker, func() error { // a harmless first fragment before the real one
 		id++
 		return s.rogue.send(fragment(0, more, harmless[:cut]), fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
 	})
@@ -278,7 +278,7 @@ func fragments(t *testing.T, s *site) {
 	fragment = func(offset int, flags uint16, b []byte) []byte {
 		return ipv4(s.rogue.pod, to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(offset/8)}, b)
 	}
-	v.stopped(t, "mixed in", func() error {
+	v.checkStopped(t, "mixed in", func() error {
 		id++
 		return s.rogue.send(fragment(0, more, first[:48]), fragment(24, more, second[:24]), fragment(48, 0, first[48:]))
 	})
@@ -295,7 +295,7 @@ func incomplete(t *testing.T, s *site) {
 	}
 	part := make([]byte, size)
 	first := udp(9, to.Port(), make([]byte, 3*size-8))[:size]
-	s.grows(t, datagrams/2, "isthmus_drops_total", `reason="fragment_store_full"`, func() {
+	s.checkGrows(t, datagrams/2, "isthmus_drops_total", `reason="fragment_store_full"`, func() {
 		for range datagrams / 3 {
 			must(t, s.rogue.send(fragment(0, more, first)))
 			id++
@@ -311,7 +311,7 @@ func incomplete(t *testing.T, s *site) {
 		}
 	}
 	whole := udp(9, to.Port(), append(make([]byte, 2*size), t.Name()...))
-	v.arrives(t, t.Name(), func() error {
+	v.checkArrives(t, t.Name(), func() error {
 		id++
 		return s.rogue.send(fragment(2, 0, whole[2*size:]), fragment(0, more, whole[:size]), fragment(1, more, whole[size:2*size]))
 	})
@@ -336,7 +336,7 @@ func reassembly(t *testing.T, h *lab.Host) (octets int) {
 // toPodBeside is toPod for another port of the pod, for use while the first port is in use.
 func (s *site) toPodBeside(t *testing.T) (netip.AddrPort, *victim) {
 	t.Helper()
-	p := s.podOfA(s.third())
+	p := s.podOfA(s.victimNode())
 	return netip.AddrPortFrom(s.seen(t, s.c, s.a, p.Addr), victimPort+1), listen(t, p.Host, netip.AddrPortFrom(p.Addr, victimPort+1))
 }
 
@@ -344,7 +344,7 @@ func roam(t *testing.T, s *site) {
 	victim := netip.AddrPortFrom(s.a.Control.Addr, 6443)
 	gateway := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
 	to, _ := s.toPod(t)
-	s.grows(t, tries, "isthmus_drops_total", `reason="tunnel_source"`, func() {
+	s.checkGrows(t, tries, "isthmus_drops_total", `reason="tunnel_source"`, func() {
 		for range tries {
 			m := s.rogue.session.Seal(datagram(from(s.rogue.pod), to, "roams"))
 			must(t, sendRaw(s.c.Nodes[0].Host, datagram(victim, gateway, string(m))))
@@ -362,9 +362,9 @@ func sourceRoute(t *testing.T, s *site) {
 	for _, kind := range []byte{131, 137} { // loose, strict
 		options := append([]byte{kind, 7, 4}, s.a.OnPrem.Addr.AsSlice()...)
 		packet := func() []byte {
-			return ipv4(s.rogue.pod, s.seen(t, s.c, s.a, inside(s.a.Nodes[0])), unix.IPPROTO_UDP, header{options: append(options, 0)}, udp(9, victimPort, []byte(t.Name())))
+			return ipv4(s.rogue.pod, s.seen(t, s.c, s.a, podNetworkAddr(s.a.Nodes[0])), unix.IPPROTO_UDP, header{options: append(options, 0)}, udp(9, victimPort, []byte(t.Name())))
 		}
-		v.stopped(t, t.Name(), func() error { return s.rogue.send(packet()) })
+		v.checkStopped(t, t.Name(), func() error { return s.rogue.send(packet()) })
 	}
 }
 
@@ -377,10 +377,10 @@ func forgedCheck(t *testing.T, s *site) {
 		text := fmt.Sprintf(`{"clusterID":%q,"msgType":%q,"timeStamp":%q}`, id, kind, time.Now().UTC().Format(time.RFC3339Nano))
 		return datagram(src, to, text)
 	}
-	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="source"`, func() { must(t, s.rogue.send(message(s.b.ID, "PONG"))) })
-	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="unknown_peer"`, func() { must(t, s.rogue.send(message("nobody", "PONG"))) })
-	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="type"`, func() { must(t, s.rogue.send(message(s.b.ID, "QUIT"))) })
-	s.dropped(t, "local_source", datagram(netip.AddrPortFrom(s.rogue.pod, 12345), to, "from a pod"))
+	s.checkGrows(t, 1, "isthmus_probe_rejected_total", `reason="source"`, func() { must(t, s.rogue.send(message(s.b.ID, "PONG"))) })
+	s.checkGrows(t, 1, "isthmus_probe_rejected_total", `reason="unknown_peer"`, func() { must(t, s.rogue.send(message("nobody", "PONG"))) })
+	s.checkGrows(t, 1, "isthmus_probe_rejected_total", `reason="type"`, func() { must(t, s.rogue.send(message(s.b.ID, "QUIT"))) })
+	s.checkDropped(t, "local_source", datagram(netip.AddrPortFrom(s.rogue.pod, 12345), to, "from a pod"))
 	if got := endpointOf(t, s.a, s.b).Status.Connection.Status; got != v1alpha1.Connected {
 		t.Errorf("b is %s", got)
 	}

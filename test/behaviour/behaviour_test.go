@@ -63,7 +63,7 @@ func TestRFC5780ProbesFindTheExpectedBehaviour(t *testing.T) {
 		for _, from := range []string{"a-node1", "a-node2"} {
 			r, _, err := s.discoverAgain(t.Context(), from, 39999, 0, 0, "-m")
 			must(t, err)
-			if !r.says(mappingEndpointIndependent) || len(r.seen) != 2 || r.seen[0].Addr() != natIP || r.seen[0].Port() < 1024 {
+			if !r.concludes(mappingEndpointIndependent) || len(r.seen) != 2 || r.seen[0].Addr() != natIP || r.seen[0].Port() < 1024 {
 				t.Fatalf("%s is seen as %v\n%s", from, r.seen, r.text)
 			}
 			seen = append(seen, r.seen[0])
@@ -94,12 +94,12 @@ type check struct {
 	run  func(t *testing.T)
 }
 
-// startDiscoveries starts all discoveries of c concurrently, each from a separate port, first or
-// higher. It returns functions that check the conclusions.
-func (s *site) startDiscoveries(ctx context.Context, c client, first uint16) (checks []check) {
+// startDiscoveries starts all discoveries of client c concurrently. Each uses a separate port above
+// minPort. It returns functions that check the conclusions.
+func (s *site) startDiscoveries(ctx context.Context, c client, minPort uint16) (checks []check) {
 	discover := func(name string, missed int, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
-		first++
-		port := first
+		minPort++
+		port := minPort
 		var r *report
 		var err error
 		done := make(chan struct{})
@@ -129,7 +129,7 @@ func (s *site) startDiscoveries(ctx context.Context, c client, first uint16) (ch
 		}, "-t", "-T", strconv.Itoa(seconds))
 	}
 	mapping := func(t *testing.T, r *report, want netip.AddrPort) {
-		if !r.says(c.mapping) {
+		if !r.concludes(c.mapping) {
 			t.Errorf("want the conclusion %q", c.mapping)
 		}
 		// Port preservation (RFC 4787, section 4.2.1): no other host has this port.
@@ -144,7 +144,7 @@ func (s *site) startDiscoveries(ctx context.Context, c client, first uint16) (ch
 		missed = 2 // the answers from the other address and from the other port
 	}
 	discover("filtering", missed, func(t *testing.T, r *report, _ netip.AddrPort) {
-		if !r.says(c.filter) {
+		if !r.concludes(c.filter) {
 			t.Errorf("want the conclusion %q", c.filter)
 		}
 	}, "-f")

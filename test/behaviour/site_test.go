@@ -121,18 +121,20 @@ type report struct {
 	timeouts int              // requests without an answer within three seconds; the client repeats none
 }
 
-// says reports whether the client reached this conclusion.
-func (r *report) says(conclusion string) bool { return strings.Contains(r.text, "\n"+conclusion+"!") }
+// concludes reports whether the client reached this conclusion.
+func (r *report) concludes(conclusion string) bool {
+	return strings.Contains(r.text, "\n"+conclusion+"!")
+}
 
 var reflexive = regexp.MustCompile(`reflexive addr: (\S+)`)
 
-// discoverAgain repeats discover until the number of requests without an answer is missed, at most
-// five times. Any other number means that the machine was busy. The port increases by step with
-// each attempt. If missed is -1, it runs discover once, with any number.
-func (s *site) discoverAgain(ctx context.Context, from string, local, step uint16, missed int, flags ...string) (r *report, port uint16, err error) {
+// discoverAgain runs discover up to five times, until exactly wantMissed requests have no answer.
+// Any other number means that the machine was busy. The port increases by step with each attempt.
+// If wantMissed is -1, discoverAgain runs discover once.
+func (s *site) discoverAgain(ctx context.Context, from string, local, step uint16, wantMissed int, flags ...string) (r *report, port uint16, err error) {
 	for again := range uint16(5) {
 		port = local + step*again
-		if r, err = s.discover(ctx, from, port, flags...); ctx.Err() != nil || missed < 0 || err == nil && r.timeouts == missed {
+		if r, err = s.discover(ctx, from, port, flags...); ctx.Err() != nil || wantMissed < 0 || err == nil && r.timeouts == wantMissed {
 			break
 		}
 	}

@@ -16,10 +16,10 @@ import (
 //     packets into the tunnel (felix/rules/nat.go),
 //   - a strict reverse path filter for workloads (felix/rules/static.go: cali-PREROUTING in raw).
 var calicoVXLAN = &shape{
-	name:   "Calico, VXLAN",
-	source: "projectcalico/calico: felix/rules/static.go, felix/rules/nat.go, felix/dataplane/linux; docs.tigera.io, \"Overlay networking\", \"Calico IPAM\"",
-	form:   "no bridge, a route and proxy ARP for each pod, vxlan.calico, /26 blocks that are not the nodes' podCIDRs, natOutgoing, RPF for workloads",
-	own:    calicoBlocks,
+	name:    "Calico, VXLAN",
+	source:  "projectcalico/calico: felix/rules/static.go, felix/rules/nat.go, felix/dataplane/linux; docs.tigera.io, \"Overlay networking\", \"Calico IPAM\"",
+	form:    "no bridge, a route and proxy ARP for each pod, vxlan.calico, /26 blocks that are not the nodes' podCIDRs, natOutgoing, RPF for workloads",
+	address: calicoBlocks,
 	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := routedNode(c, i, "cali", 1450)
 		n := c.Nodes[i]
@@ -46,10 +46,10 @@ var calicoVXLAN = &shape{
 // calicoBGP imitates Calico with BGP and without encapsulation: bird adds routes to the blocks of
 // other nodes via the nodes' addresses (confd/etc/calico/confd/templates/bird.cfg.template).
 var calicoBGP = &shape{
-	name:   "Calico, no encapsulation",
-	source: "as Calico, VXLAN; docs.tigera.io, \"Configure BGP peering\"",
-	form:   "the same with routes by the nodes' addresses (proto bird)",
-	own:    calicoBlocks,
+	name:    "Calico, no encapsulation",
+	source:  "as Calico, VXLAN; docs.tigera.io, \"Configure BGP peering\"",
+	form:    "the same with routes by the nodes' addresses (proto bird)",
+	address: calicoBlocks,
 	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := routedNode(c, i, "cali", 1500)
 		d.ip = append(d.ip, fmt.Sprintf("route add blackhole %v proto bird", calicoBlock(c, i)))

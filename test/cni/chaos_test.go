@@ -37,9 +37,9 @@ func TestChaosLeaksNoPacketAndChangesNoForeignObject(t *testing.T) {
 			for _, c := range w.faults() {
 				t.Run(c.what, func(t *testing.T) { w.suffer(t, c) })
 			}
-			w.unchanged(t, "after all", false)
+			w.checkUnchanged(t, "after all", false)
 			w.end(t)
-			w.unchanged(t, "after --cleanup", true)
+			w.checkUnchanged(t, "after --cleanup", true)
 		})
 	}
 }

@@ -24,7 +24,7 @@ var awsVPC = &shape{
 	open:       true,
 	form:       "addresses of the nodes' subnet, rules 512, 1024 and 1536, a second interface for the last pod of each node, AWS-SNAT-CHAIN, an underlay that drops foreign sources",
 	vpc:        true,
-	own:        withoutPodCIDRs,
+	address:    withoutPodCIDRs,
 	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := vpcNode(c, i, "eni", 1500, mac(10*i+7))
 		n := c.Nodes[i]
@@ -74,7 +74,7 @@ var azureCNI = &shape{
 	open:       true,
 	form:       "addresses of the nodes' subnet, a route and proxy ARP for each pod, ip-masq-agent, an underlay that drops foreign sources",
 	vpc:        true,
-	own:        withoutPodCIDRs,
+	address:    withoutPodCIDRs,
 	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := vpcNode(c, i, "azv", 1500, "")
 		d.tables = masqueradeAgent("IP-MASQ-AGENT", subnet(c).String())

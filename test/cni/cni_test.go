@@ -28,7 +28,8 @@ var (
 
 const patience = expect.Patience
 
-// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
+// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
+// both.
 var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
@@ -72,11 +73,11 @@ func TestIsthmusWorksBesideEachCNI(t *testing.T) {
 			w := up(t, plans, 2)
 			for i, p := range plans {
 				judge(t, p, w.matrix(t, i))
-				w.reportsNodes(t, i)
+				w.checkReportsNodes(t, i)
 			}
-			w.unchanged(t, "while Isthmus runs", false)
+			w.checkUnchanged(t, "while Isthmus runs", false)
 			w.end(t)
-			w.unchanged(t, "after --cleanup", true)
+			w.checkUnchanged(t, "after --cleanup", true)
 		})
 	}
 }

@@ -122,7 +122,7 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 			cells = append(cells, &cell{column: s.columns[column], name: fmt.Sprintf("%s to %s", s.name, r.name), from: s.host, bind: s.bind, to: at,
 				talk: k, listener: w.listeners[r.host], want: s.want, network: network, pod: pod(s.addr, from, network), node: to.Nodes[0].Addr})
 			if c := cells[len(cells)-1]; r.name == outside {
-				c.want = w.plans[1-i].shows(s.want)
+				c.want = w.plans[1-i].sourceOutside(s.want)
 			}
 		}
 		for j, m := range mapped {
@@ -167,9 +167,9 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	return cells
 }
 
-// reportsNodes checks that the agents report exactly the nodes that have pods with addresses
+// checkReportsNodes checks that the agents report exactly the nodes that have pods with addresses
 // outside of the PodCIDR.
-func (w *world) reportsNodes(t *testing.T, i int) {
+func (w *world) checkReportsNodes(t *testing.T, i int) {
 	t.Helper()
 	c := w.sides[i]
 	for _, n := range c.Nodes {
@@ -194,8 +194,8 @@ func (w *world) reportsNodes(t *testing.T, i int) {
 // may lose packets. A cell that expects no answer takes all of that time.
 const cellPatience = 30 * time.Second
 
-// shows returns the source of a peer's packets as a server outside of the cluster sees it.
-func (p plan) shows(sender string) string {
+// sourceOutside returns the source of a peer's packets as a server outside of the cluster sees it.
+func (p plan) sourceOutside(sender string) string {
 	if p.shape.translates {
 		return asNode
 	}

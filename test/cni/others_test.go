@@ -20,7 +20,7 @@ var twoNetworks = func() *shape {
 	s := ptp("kindnet, pods in two networks")
 	s.form = "as kindnet; the other node's podCIDR is of " + secondNetwork.String() + ", not of the installation's PodCIDR"
 	s.set = "a PodCIDR of the installation that contains all pods (`--pod-cidr`), if one exists; Isthmus reports each node outside of it"
-	s.own = func(c *lab.Cluster) {
+	s.address = func(c *lab.Cluster) {
 		n := c.Nodes[len(c.Nodes)-1]
 		n.PodCIDR = netip.PrefixFrom(secondNetwork.Addr(), 24)
 		for i, p := range podsOn(c, n) {
@@ -71,7 +71,7 @@ var weave = &shape{
 	name:   "Weave Net",
 	source: "weaveworks/weave: net/bridge.go, net/expose.go, ipam; weave.works, \"Fast Datapath\"",
 	form:   "one bridge over all nodes by VXLAN, addresses that are not the nodes' podCIDRs, WEAVE masquerades what leaves or enters, MTU 1376",
-	own: func(c *lab.Cluster) {
+	address: func(c *lab.Cluster) {
 		for i, n := range c.Nodes {
 			for j, p := range podsOn(c, n) { // each node owns a part of the ring, the last node the first part
 				p.Addr = plus(c.PodCIDR.Addr(), (len(c.Nodes)-i)*1000+2+j)

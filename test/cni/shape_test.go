@@ -26,10 +26,10 @@ type shape struct {
 
 	// vpc is true if pods have addresses of the nodes' own subnet.
 	vpc bool
-	// own gives the pods other addresses, for a CNI that ignores the podCIDRs of nodes and has its
-	// own IPAM. If own is nil, pods keep the lab's addresses, from a part of the PodCIDR for each
-	// node.
-	own func(c *lab.Cluster)
+	// address gives the pods other addresses, for a CNI that ignores the podCIDRs of nodes and has
+	// its own IPAM. If address is nil, pods keep the lab's addresses, from a part of the PodCIDR
+	// for each node.
+	address func(c *lab.Cluster)
 	// open is true if the CNI does not work with a FORWARD policy of DROP, so that its users must
 	// set the policy to ACCEPT.
 	open bool
@@ -105,8 +105,8 @@ func (p plan) String() string {
 
 // setUp sets up the nodes of a cluster.
 func (p plan) setUp(ctx context.Context, l *lab.Lab, c *lab.Cluster) error {
-	if p.shape.own != nil {
-		p.shape.own(c)
+	if p.shape.address != nil {
+		p.shape.address(c)
 	}
 	for i, n := range c.Nodes {
 		d := p.shape.node(c, i)

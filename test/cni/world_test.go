@@ -269,9 +269,9 @@ func (w *world) end(t *testing.T) {
 	}
 }
 
-// unchanged compares the present state and traffic with those before Isthmus ran. If all is true,
-// no object of Isthmus may be left.
-func (w *world) unchanged(t *testing.T, when string, all bool) (same bool) {
+// checkUnchanged compares the present state and traffic with those before Isthmus ran. If all is
+// true, no object of Isthmus may be left.
+func (w *world) checkUnchanged(t *testing.T, when string, all bool) (same bool) {
 	t.Helper()
 	same = true
 	for i, c := range w.sides {

@@ -37,11 +37,11 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 
-// TestIsthmusPeersWithImitatedLiqo peers with a cluster of Liqo v0.9.4. The type liqo simulates that
-// cluster on an API server with Liqo's CRDs. Its PodCIDR is one half of ours. First our cluster has
-// only Isthmus, with a Peering and an identity in Liqo's form. Then our cluster has Liqo's control
-// plane too, in which Isthmus replaces the network-manager: there are ForeignClusters, and Liqo's
-// crd-replicator replicates for Isthmus.
+// TestIsthmusPeersWithImitatedLiqo peers with a cluster of Liqo v0.9.4. The type liqo simulates
+// that cluster on an API server with Liqo's CRDs. Its PodCIDR is one half of ours. First our
+// cluster has only Isthmus, with a Peering and an identity in Liqo's form. Then our cluster has
+// Liqo's control plane too, in which Isthmus replaces the network-manager: there are
+// ForeignClusters, and Liqo's crd-replicator replicates for Isthmus.
 func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16")
@@ -70,14 +70,14 @@ func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
 		join()
-		agreedWithLiqo(a, b, manager)
+		waitAgreedWithLiqo(a, b, manager)
 		sameObjects(t, a, b, golden)
 		if under != nil {
 			under(t)
 		}
 		testLiqoChanges(a, b, manager)
 		testLiqoLeaves(a, b)
-		agreedWithLiqo(a, b, manager)
+		waitAgreedWithLiqo(a, b, manager)
 
 		part()
 		a.eventually("nothing of ours, and Liqo's copy let go", func() (string, bool) {
@@ -93,16 +93,16 @@ func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 			all, err := listOf(t.Context(), b.client, configKind)
 			return fmt.Sprint(len(all), err), err == nil && len(all) == 0
 		})
-		a.clean()
+		a.waitClean()
 		if all := theirs.complaints(); len(all) > 0 {
 			t.Errorf("Liqo complains:\n%s", strings.Join(all, "\n"))
 		}
 	}
 	t.Run("Isthmus alone", func(t *testing.T) {
-		in(t, a, b)
+		reportTo(t, a, b)
 		steps(t, "liqo-peering.yaml", func() {
 			a.join(b, isthmus.Overrides{})
-			a.ready(b)
+			a.waitReady(b)
 		}, func() { a.part(b) }, func(t *testing.T) {
 			testLiqoTakesNoServices(a, b)
 			testIPAM(t, a, b)
@@ -110,7 +110,7 @@ func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 		})
 	})
 	t.Run("Isthmus under Liqo", func(t *testing.T) {
-		in(t, a, b)
+		reportTo(t, a, b)
 		a.stopManager()
 		if err := applyFile(t.Context(), a.client, "../../manager/testdata/liqo/foreignclusters.yaml"); err != nil {
 			t.Fatal(err)
@@ -142,11 +142,11 @@ func testLiqoTakesNoServices(a, b *site) {
 		}
 	}
 	share(`["prod"]`)
-	c := a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
+	c := a.waitCondition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
 	if !strings.Contains(c.Message, "does not share services") {
 		a.t.Errorf("the reason is not told: %s", c.Message)
 	}
-	a.ready(b)
+	a.waitReady(b)
 	share("[]")
 }
 
@@ -225,7 +225,7 @@ func refusedByCommands(t *testing.T, a, liqo *site) {
 	if after := everything(); after != before {
 		t.Errorf("the Liqo has\n%s\nand had\n%s", after, before)
 	}
-	a.clean()
+	a.waitClean()
 }
 
 // applyFile creates CRDs and waits until they are served.
@@ -338,9 +338,9 @@ func foreign(t *testing.T, s, peer *site, phase string) {
 	})
 }
 
-// agreedWithLiqo waits until the TunnelEndpoints of both sides are mirror images and match the
+// waitAgreedWithLiqo waits until the TunnelEndpoints of both sides are mirror images and match the
 // published values.
-func agreedWithLiqo(a, b *site, m *liqoManager) {
+func waitAgreedWithLiqo(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	m.mu.Lock()
 	published := m.config
@@ -383,7 +383,7 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 		m.publish(func(s *liqoSpec) {
 			s.EndpointIP, s.BackendConfig = change.address, map[string]string{"publicKey": liqoKey, "port": change.port}
 		})
-		agreedWithLiqo(a, b, m)
+		waitAgreedWithLiqo(a, b, m)
 	}
 	// The sender overwrites an edit of its copy at a.
 	copied := types.NamespacedName{Namespace: a.tenant(b), Name: a.cluster().UniqueName()}
@@ -396,12 +396,12 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 		nc := a.networkConfig(a.tenant(b), a)
 		return fmt.Sprintf("%+v", nc), nc != nil && nc.Spec.EndpointIP == "203.0.113.2"
 	})
-	agreedWithLiqo(a, b, m)
+	waitAgreedWithLiqo(a, b, m)
 }
 
 // testLiqoRemembers changes our PodCIDR. Liqo then repeats its answer to the previous PodCIDR. If
-// the new one has the same length, that answer fits. If it has another length, our cluster applies
-// nothing, and the Peering has the reason.
+// the new PodCIDR has the same length, that answer fits. If it has another length, our cluster does
+// not apply the answer, and the Peering reports the reason.
 func testLiqoRemembers(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	a.reconfigure("10.222.0.0/16")
@@ -409,20 +409,20 @@ func testLiqoRemembers(a, b *site, m *liqoManager) {
 		te := a.tunnelEndpoint(b)
 		return fmt.Sprintf("%+v", te), te != nil && te.Spec.LocalPodCIDR == "10.222.0.0/16" && te.Spec.LocalNATPodCIDR == "10.64.0.0/16"
 	})
-	agreedWithLiqo(a, b, m)
-	a.ready(b)
+	waitAgreedWithLiqo(a, b, m)
+	a.waitReady(b)
 	before := a.tunnelEndpoint(b)
 	a.reconfigure("10.220.0.0/15")
 	a.eventually("a Peering that complains", func() (string, bool) {
-		c := a.has(b, isthmus.ConditionAnswered)
+		c := a.conditionOf(b, isthmus.ConditionAnswered)
 		return fmt.Sprintf("%+v", c), c.Reason == isthmus.ReasonInvalid && strings.Contains(c.Message, "podCIDRNAT must have the address family and prefix length")
 	})
 	if te := a.tunnelEndpoint(b); te == nil || te.UID != before.UID || te.Generation != before.Generation {
 		a.t.Errorf("the TunnelEndpoint was %+v, is %+v", before, te)
 	}
 	a.reconfigure("10.244.0.0/16")
-	agreedWithLiqo(a, b, m)
-	a.ready(b)
+	waitAgreedWithLiqo(a, b, m)
+	a.waitReady(b)
 }
 
 // testLiqoLeaves makes Liqo withdraw and return, while our Peering stays.
@@ -435,7 +435,7 @@ func testLiqoLeaves(a, b *site) {
 		return fmt.Sprintf("here %t, at Liqo %t, copy here %t", x != nil, y != nil, copied != nil), x == nil && y == nil && copied == nil
 	})
 	if a.peering(b) != nil {
-		a.condition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+		a.waitCondition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
 	}
 	foreign(a.t, b, a, "Established")
 	a.eventually("the TunnelEndpoint as before", func() (string, bool) {
@@ -572,9 +572,9 @@ func (k *kubelet) call(method string, fields ...string) (string, error) {
 	return "", fmt.Errorf("%s answers % x", method, response)
 }
 
-// is calls a method and compares the answer. It repeats the call after errors that end with "try
+// check calls a method and compares the answer. It repeats the call after errors that end with "try
 // again".
-func (k *kubelet) is(want, method string, fields ...string) {
+func (k *kubelet) check(want, method string, fields ...string) {
 	k.t.Helper()
 	got, err := k.call(method, fields...)
 	for end := time.Now().Add(patience); err != nil && strings.HasSuffix(err.Error(), "try again") && time.Now().Before(end); got, err = k.call(method, fields...) {
@@ -599,14 +599,14 @@ func testIPAM(t *testing.T, a, b *site) {
 	home := a.tunnelEndpoint(b).Spec.RemoteNATPodCIDR
 	answers := func(k *kubelet) {
 		t.Helper()
-		k.is("10.64.3.4", "MapEndpointIP", b.id, "10.244.3.4") // a pod
-		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // an endpoint outside of the cluster
-		k.is("10.65.0.3", "MapEndpointIP", b.id, "10.130.5.6") // a pod of a third cluster
-		k.is("10.65.0.4", "MapEndpointIP", b.id, "10.96.0.1")  // the API server's ClusterIP
-		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // the same endpoint again
-		k.is(strings.TrimSuffix(home, "0.0/17")+"7.8", "GetHomePodIP", b.id, "10.244.7.8")
-		k.is("1", "BelongsToPodCIDR", "10.244.200.1")
-		k.is("", "BelongsToPodCIDR", "10.64.3.4")
+		k.check("10.64.3.4", "MapEndpointIP", b.id, "10.244.3.4") // a pod
+		k.check("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // an endpoint outside of the cluster
+		k.check("10.65.0.3", "MapEndpointIP", b.id, "10.130.5.6") // a pod of a third cluster
+		k.check("10.65.0.4", "MapEndpointIP", b.id, "10.96.0.1")  // the API server's ClusterIP
+		k.check("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // the same endpoint again
+		k.check(strings.TrimSuffix(home, "0.0/17")+"7.8", "GetHomePodIP", b.id, "10.244.7.8")
+		k.check("1", "BelongsToPodCIDR", "10.244.200.1")
+		k.check("", "BelongsToPodCIDR", "10.64.3.4")
 	}
 	mapped := func(want v1alpha1.EndpointMap) {
 		t.Helper()
@@ -635,12 +635,12 @@ func testIPAM(t *testing.T, a, b *site) {
 		}
 	}
 	for _, ip := range []string{"192.0.2.10", "192.0.2.10", "198.51.100.1", "10.96.0.1"} {
-		k.is("", "UnmapEndpointIP", b.id, ip)
+		k.check("", "UnmapEndpointIP", b.id, ip)
 	}
-	k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.77") // the address is free, and is allocated again
+	k.check("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.77") // the address is free, and is allocated again
 	mapped(v1alpha1.EndpointMap{"169.254.0.1": "10.65.0.1", "192.0.2.77": "10.65.0.2", "10.130.5.6": "10.65.0.3"})
 	for _, ip := range []string{"192.0.2.77", "10.130.5.6"} {
-		k.is("", "UnmapEndpointIP", b.id, ip)
+		k.check("", "UnmapEndpointIP", b.id, ip)
 	}
 	mapped(v1alpha1.EndpointMap{"169.254.0.1": "10.65.0.1"})
 }

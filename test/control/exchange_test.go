@@ -34,12 +34,12 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 
 	podsOfA, podsOfB := a.podCIDR, b.podCIDR
 	t.Run("identical clusters choose identical networks", func(t *testing.T) {
-		in(t, sites...)
+		reportTo(t, sites...)
 		for _, s := range []*site{a, b} {
 			s.reconfigure("10.244.0.0/16", "--external-cidr", "10.245.0.0/20") // neither has IPAM state of the other yet
 		}
 		peer(t, a, b)
-		agreed(t, a, b)
+		waitAgreed(t, a, b)
 		x, y := a.tunnelEndpoint(b).Spec, b.tunnelEndpoint(a).Spec
 		if x.RemoteNATPodCIDR != y.RemoteNATPodCIDR || x.RemoteNATExternalCIDR != y.RemoteNATExternalCIDR {
 			t.Errorf("a chose %s and %s, b %s and %s", x.RemoteNATPodCIDR, x.RemoteNATExternalCIDR, y.RemoteNATPodCIDR, y.RemoteNATExternalCIDR)
@@ -49,7 +49,7 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 		wish := isthmus.Overrides{PodCIDR: new("10.246.0.0/16"), ExternalCIDR: new("10.247.0.0/20")}
 		a.join(b, wish)
 		b.join(a, wish)
-		agreed(t, a, b)
+		waitAgreed(t, a, b)
 		for _, te := range []*v1alpha1.TunnelEndpoint{a.tunnelEndpoint(b), b.tunnelEndpoint(a)} {
 			s := te.Spec
 			if s.LocalNATPodCIDR != "10.246.0.0/16" || s.RemoteNATPodCIDR != "10.246.0.0/16" || s.LocalNATExternalCIDR != "10.247.0.0/20" ||
@@ -62,11 +62,11 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 		b.reconfigure(podsOfB)
 	})
 	t.Run("different networks and masks", func(t *testing.T) {
-		in(t, sites...)
+		reportTo(t, sites...)
 		peer(t, a, b)
 		peer(t, b, c)
 		peer(t, c, a)
-		agreed(t, sites...)
+		waitAgreed(t, sites...)
 		for _, s := range sites {
 			for _, other := range sites {
 				if te := s.tunnelEndpoint(other); s != other && te.Spec.RemoteNATPodCIDR != v1alpha1.None {
@@ -76,21 +76,21 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 		}
 	})
 	t.Run("changes reach the peers", func(t *testing.T) {
-		in(t, sites...)
+		reportTo(t, sites...)
 		testChanges(t, a, b, c)
 	})
 	forgetEachOther(sites...)
 	for _, s := range sites {
-		s.clean()
+		s.waitClean()
 	}
 
 	t.Run("three clusters with the same PodCIDR", func(t *testing.T) {
-		in(t, sites...)
+		reportTo(t, sites...)
 		for _, s := range sites {
 			s.reconfigure("10.244.0.0/16")
 		}
 		rejoin(sites...)
-		agreed(t, sites...)
+		waitAgreed(t, sites...)
 		for _, s := range sites {
 			for _, other := range sites {
 				if s != other && s.tunnelEndpoint(other).Spec.RemoteNATPodCIDR == v1alpha1.None {
@@ -100,7 +100,7 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 		}
 		forgetEachOther(sites...)
 		for _, s := range sites {
-			s.clean()
+			s.waitClean()
 		}
 	})
 	for _, test := range []struct {
@@ -123,12 +123,12 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 		{name: "both are remapped, one inside the other", podA: "10.244.0.0/16", podB: "10.244.128.0/20", remapA: true, remapB: true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in(t, sites...)
+			reportTo(t, sites...)
 			a.reconfigure(test.podA, test.flagsA...)
 			b.reconfigure(test.podB, test.flagsB...)
 			a.join(b, test.forA)
 			b.join(a, test.forB)
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 			for _, one := range []struct {
 				at, of *site
 				remap  bool
@@ -143,8 +143,8 @@ func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 				}
 			}
 			forgetEachOther(a, b)
-			a.clean()
-			b.clean()
+			a.waitClean()
+			b.waitClean()
 		})
 	}
 }
@@ -217,7 +217,7 @@ func testChanges(t *testing.T, a *site, peers ...*site) {
 	})(); err != nil {
 		t.Fatal(err)
 	}
-	agreed(t, append(peers, a)...)
+	waitAgreed(t, append(peers, a)...)
 }
 
 // publish changes the gateway's address, and waits until the other cluster's TunnelEndpoint has it.
@@ -236,14 +236,14 @@ func (s *site) publish(address string, other *site) {
 	})
 }
 
-// agreed waits until the Peerings between all of the sites are Ready. Then it compares all objects
-// with the expected result of the exchange.
-func agreed(t *testing.T, sites ...*site) {
+// waitAgreed waits until the Peerings between all of the sites are Ready. Then it compares all
+// objects with the expected result of the exchange.
+func waitAgreed(t *testing.T, sites ...*site) {
 	t.Helper()
 	for _, s := range sites {
 		for _, other := range sites {
 			if s != other {
-				s.ready(other)
+				s.waitReady(other)
 			}
 		}
 	}

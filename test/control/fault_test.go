@@ -34,7 +34,7 @@ func TestPeeringRecoversFromFaults(t *testing.T) {
 	a.startManager()
 	b.startManager()
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 
 	for _, test := range []struct {
 		name string
@@ -48,7 +48,7 @@ func TestPeeringRecoversFromFaults(t *testing.T) {
 		{"the peer disappears for ever", testGone},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in(t, sites...)
+			reportTo(t, sites...)
 			test.run(t, a, b)
 		})
 		if t.Failed() {
@@ -159,13 +159,13 @@ func testEdits(t *testing.T, a, b *site) {
 			return [2]v1alpha1.TunnelEndpointSpec{a.tunnelEndpoint(b).Spec, b.tunnelEndpoint(a).Spec}
 		}
 		t.Run(e.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			before := specs()
 			if err := e.at.edit(e.object, e.key, e.status, e.edit); err != nil {
 				t.Fatal(err)
 			}
 			began := time.Now()
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 			if after := specs(); !e.moves && !equality.Semantic.DeepEqual(before, after) {
 				t.Errorf("TunnelEndpoints before:\n%+v\nafter:\n%+v", before, after)
 			}
@@ -213,17 +213,17 @@ func testRevoked(t *testing.T, a, b *site) {
 		}
 	}
 	a.within(3*time.Minute, "IdentityReady=False/Unauthorized", func() (string, bool) {
-		c := a.has(b, isthmus.ConditionIdentity)
+		c := a.conditionOf(b, isthmus.ConditionIdentity)
 		return fmt.Sprintf("%+v", c), c.Status == metav1.ConditionFalse && c.Reason == isthmus.ReasonUnauthorized
 	})
 	t.Logf("noticed after %v", time.Since(began).Round(time.Millisecond))
-	a.condition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonUnauthorized)
+	a.waitCondition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonUnauthorized)
 	for _, kind := range []string{isthmus.ConditionAnswered, isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected} {
-		if c := a.has(b, kind); c.Status != metav1.ConditionTrue {
+		if c := a.conditionOf(b, kind); c.Status != metav1.ConditionTrue {
 			t.Errorf("%+v", c)
 		}
 	}
-	b.ready(a)
+	b.waitReady(a)
 	for i, now := range []*v1alpha1.TunnelEndpoint{a.tunnelEndpoint(b), b.tunnelEndpoint(a)} {
 		if now == nil || now.ResourceVersion != before[i].ResourceVersion {
 			t.Errorf("TunnelEndpoint before:\n%+v\nafter:\n%+v", before[i], now)
@@ -231,7 +231,7 @@ func testRevoked(t *testing.T, a, b *site) {
 	}
 	peer(t, a, b)
 	a.publish("203.0.113.1", b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 }
 
 // testCapped lets a's token at b expire. b's API server issues tokens for at most one hour,
@@ -265,21 +265,21 @@ func testCapped(t *testing.T, a, b *site) {
 	if life != time.Hour {
 		t.Errorf("b granted a token for %v", life)
 	}
-	c := a.condition(b, isthmus.ConditionIdentity, metav1.ConditionFalse, isthmus.ReasonUnauthorized)
+	c := a.waitCondition(b, isthmus.ConditionIdentity, metav1.ConditionFalse, isthmus.ReasonUnauthorized)
 	for _, part := range []string{"isthmus peer", "the peer's API server limits tokens to 60m,"} {
 		if !strings.Contains(c.Message, part) {
 			t.Errorf("%q is missing in %q", part, c.Message)
 		}
 	}
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 }
 
 // testOneLeaves deletes the Peering of one side, and creates it again.
 func testOneLeaves(t *testing.T, a, b *site) {
 	before := a.tunnelEndpoint(b).Spec
 	b.part(a)
-	c := a.condition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+	c := a.waitCondition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
 	t.Logf("%s says: %s", a.name, c.Message)
 	a.eventually("no TunnelEndpoint at "+a.name, func() (string, bool) { te := a.tunnelEndpoint(b); return fmt.Sprint(te), te == nil })
 	b.eventually("nothing of a at "+b.name, func() (string, bool) {
@@ -289,10 +289,10 @@ func testOneLeaves(t *testing.T, a, b *site) {
 		})
 		return strings.Join(all, "\n"), len(all) == 0
 	})
-	c = a.condition(b, isthmus.ConditionAnswered, metav1.ConditionFalse, v1alpha1.ReasonNotPeered)
+	c = a.waitCondition(b, isthmus.ConditionAnswered, metav1.ConditionFalse, v1alpha1.ReasonNotPeered)
 	t.Logf("%s says: %s", a.name, c.Message)
 	b.join(a, isthmus.Overrides{})
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 	if after := a.tunnelEndpoint(b).Spec; after.RemoteNATPodCIDR != before.RemoteNATPodCIDR || after.RemoteNATExternalCIDR != before.RemoteNATExternalCIDR {
 		t.Errorf("networks before:\n%+v\nafter:\n%+v", before, after)
 	}
@@ -304,8 +304,8 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 	if out, err := b.isthmus("unpeer", "--kubeconfig", b.kubeconfig, a.name); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	a.condition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
-	b.clean()
+	a.waitCondition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+	b.waitClean()
 	b.eventually("no tenant namespace", func() (string, bool) {
 		err := b.client.Get(t.Context(), types.NamespacedName{Name: b.tenant(a)}, &corev1.Namespace{})
 		return fmt.Sprint(err), client.IgnoreNotFound(err) == nil && err != nil
@@ -318,9 +318,9 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--force", b.name); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	a.clean()
+	a.waitClean()
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 }
 
 // testGone stops b's API server for ever.
@@ -329,7 +329,7 @@ func testGone(t *testing.T, a, b *site) {
 	if err := b.server.Stop(); err != nil {
 		t.Fatal(err)
 	}
-	a.condition(b, isthmus.ConditionIdentity, metav1.ConditionFalse, isthmus.ReasonUnreachable)
+	a.waitCondition(b, isthmus.ConditionIdentity, metav1.ConditionFalse, isthmus.ReasonUnreachable)
 	if te := a.tunnelEndpoint(b); te == nil {
 		t.Error("the TunnelEndpoint is gone, though gateways need no API server")
 	}
@@ -337,13 +337,13 @@ func testGone(t *testing.T, a, b *site) {
 	if err == nil || !strings.Contains(out, "--force does not wait for the other cluster") {
 		t.Fatalf("un-peering without the peer: %v\n%s", err, out)
 	}
-	a.condition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonUnpeering)
+	a.waitCondition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonUnpeering)
 	a.eventually("an end of the TunnelEndpoint", func() (string, bool) { te := a.tunnelEndpoint(b); return fmt.Sprintf("%+v", te), te == nil })
 	out, err = a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--force", b.name)
 	if err != nil || !strings.Contains(out, b.tenant(a)) {
 		t.Fatalf("un-peering by force: %v\n%s", err, out)
 	}
-	a.clean()
+	a.waitClean()
 	a.eventually("an Event about what is left behind", func() (string, bool) {
 		var list eventsv1.EventList
 		if err := a.client.List(context.Background(), &list); err != nil {

@@ -37,10 +37,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// TestHostilePeerAffectsNoOtherPeer lets b attack a in two ways. First, b writes at a, with the
-// permissions that Liqo's control plane would grant it, which are more than those of `isthmus
-// peer`. Second, b writes arbitrary answers to a in its own cluster. c is another peer of a, and
-// must not be affected. testdata/hostile.txt lists the result of each input.
+// TestHostilePeerAffectsNoOtherPeer lets cluster b attack cluster a in two ways. First, b writes to
+// a's API server. It has the permissions that Liqo would grant, which are more than those of
+// `isthmus peer`. Second, b writes arbitrary answers into its own cluster, where a reads them.
+// Cluster c, another peer of a, must not be affected. testdata/hostile.txt lists the result of each
+// input.
 func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14")
@@ -56,12 +57,12 @@ func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	a.startManager("--external-cidr", "10.245.0.0/16")
 	b.startManager("--external-cidr", "10.132.0.0/14")
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 	c := honest(t, a)
 	b.killManager()
 
 	f := &foe{a: a, b: b, c: c, name: a.cluster().UniqueName(), namespace: a.tenant(b), client: liqoRights(t, a, b)}
-	f.good, f.agreed, f.mapping, f.subnets = f.mine().Spec, a.tunnelEndpoint(b).Spec, a.natMapping(b).Spec, a.ipamStorage().ClusterSubnets[b.id]
+	f.good, f.agreed, f.mapping, f.subnets = f.configOfB().Spec, a.tunnelEndpoint(b).Spec, a.natMapping(b).Spec, a.ipamStorage().ClusterSubnets[b.id]
 	var table []string
 	for _, part := range []struct {
 		name string
@@ -72,9 +73,9 @@ func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 		{"answers", f.testAnswers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			table = append(table, part.run(t)...)
-			f.recovered()
+			f.restoreConfig()
 		})
 		if t.Failed() {
 			return
@@ -91,9 +92,9 @@ func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 		{"hundreds of objects", f.testMany},
 	} {
 		t.Run(part.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			part.run(t)
-			f.recovered()
+			f.restoreConfig()
 		})
 		if t.Failed() {
 			return
@@ -202,8 +203,8 @@ func honest(t *testing.T, a *site) *site {
 	return c
 }
 
-// mine returns b's NetworkConfig at a.
-func (f *foe) mine() *v1alpha1.NetworkConfig {
+// configOfB returns b's NetworkConfig at a.
+func (f *foe) configOfB() *v1alpha1.NetworkConfig {
 	f.a.t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
 	if err := f.client.Get(f.a.t.Context(), types.NamespacedName{Namespace: f.namespace, Name: f.name}, nc); err != nil {
@@ -215,7 +216,7 @@ func (f *foe) mine() *v1alpha1.NetworkConfig {
 // claim changes b's valid NetworkConfig and writes it to a.
 func (f *foe) claim(change func(*v1alpha1.NetworkConfigSpec)) error {
 	f.a.t.Helper()
-	return f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) {
+	return f.edit(f.configOfB, func(nc *v1alpha1.NetworkConfig) {
 		f.good.DeepCopyInto(&nc.Spec)
 		if change != nil {
 			change(&nc.Spec)
@@ -257,32 +258,32 @@ func (f *foe) applied() map[string]string {
 	return versions
 }
 
-// unmoved fails the test if a version differs from that in before.
-func (f *foe) unmoved(what string, before map[string]string) {
+// checkUnmoved fails the test if an object no longer has its version in versions.
+func (f *foe) checkUnmoved(what string, versions map[string]string) {
 	f.a.t.Helper()
 	time.Sleep(100 * time.Millisecond) // time for changes that might follow the refusal
 	after := f.applied()
-	for _, name := range slices.Sorted(maps.Keys(before)) {
-		if after[name] != before[name] {
-			f.a.t.Errorf("%s: %s was %q, is %q", what, name, before[name], after[name])
+	for _, name := range slices.Sorted(maps.Keys(versions)) {
+		if after[name] != versions[name] {
+			f.a.t.Errorf("%s: %s was %q, is %q", what, name, versions[name], after[name])
 		}
 	}
-	if len(after) != len(before) {
-		f.a.t.Errorf("%s: there were %d objects, there are %d: %v", what, len(before), len(after), after)
+	if len(after) != len(versions) {
+		f.a.t.Errorf("%s: there were %d objects, there are %d: %v", what, len(versions), len(after), after)
 	}
 }
 
-// recovered restores b's valid NetworkConfig, and waits until all objects at a are as agreed.
-func (f *foe) recovered() {
+// restoreConfig restores b's valid NetworkConfig, and waits until all objects at a are as agreed.
+func (f *foe) restoreConfig() {
 	f.a.t.Helper()
 	if err := f.claim(nil); err != nil {
 		f.a.t.Fatal(err)
 	}
-	f.settled()
+	f.waitSettled()
 }
 
-// settled waits until all objects at a are as agreed at the beginning.
-func (f *foe) settled() {
+// waitSettled waits until all objects at a are as agreed at the beginning.
+func (f *foe) waitSettled() {
 	f.a.t.Helper()
 	f.a.eventually("the TunnelEndpoints as they were", func() (string, bool) {
 		te, c, nc := f.a.tunnelEndpoint(f.b), f.a.tunnelEndpoint(f.c), f.a.networkConfig(f.a.tenant(f.c), f.a)
@@ -291,8 +292,8 @@ func (f *foe) settled() {
 			equality.Semantic.DeepEqual(te.Spec, f.agreed) && mapping != nil && equality.Semantic.DeepEqual(mapping.Spec, f.mapping) &&
 			subnets == f.subnets && c != nil && c.Spec.EndpointIP == nc.Spec.EndpointIP && c.Spec.RemoteNATPodCIDR == v1alpha1.None
 	})
-	f.a.ready(f.b)
-	f.harmless("at the end")
+	f.a.waitReady(f.b)
+	f.checkHarmless("at the end")
 }
 
 // row returns a line of the golden table.
@@ -308,9 +309,9 @@ func tableRow(input, outcome, reason, message string) string {
 	return fmt.Sprintf("%-44s %-9s %-12s %s", input, outcome, reason, message)
 }
 
-// verdict waits until a has decided about the present generation of a NetworkConfig, and returns
-// the condition Accepted.
-func (f *foe) verdict(name string) metav1.Condition {
+// waitDecision waits until a has decided about the present generation of a NetworkConfig, and
+// returns the condition Accepted.
+func (f *foe) waitDecision(name string) metav1.Condition {
 	f.a.t.Helper()
 	var accepted metav1.Condition
 	f.a.eventually("a verdict on "+name, func() (string, bool) {
@@ -431,7 +432,7 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 				t.Errorf("%s: %v; want Invalid and %s", test.name, err, test.field)
 				continue
 			}
-			f.unmoved(test.name, before)
+			f.checkUnmoved(test.name, before)
 			_, message, _ := strings.Cut(err.Error(), "is invalid: ")
 			table = append(table, f.row(test.name, "form", "Invalid", message))
 			continue
@@ -440,27 +441,27 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 			t.Errorf("%s: %v", test.name, err)
 			continue
 		}
-		c := f.verdict(f.name)
+		c := f.waitDecision(f.name)
 		table = append(table, f.row(test.name, test.outcome, c.Reason, c.Message))
 		if test.outcome == "meaning" {
 			if c.Status != metav1.ConditionFalse || !strings.Contains(c.Message, test.field) {
 				t.Errorf("%s: %+v; want a refusal that names %s", test.name, c, test.field)
 			}
-			f.unmoved(test.name, before)
+			f.checkUnmoved(test.name, before)
 			continue
 		}
 		if c.Status != metav1.ConditionTrue {
 			t.Errorf("%s: %+v", test.name, c)
 			continue
 		}
-		f.harmless(test.name)
-		f.recovered() // restore the agreed state before the next input
+		f.checkHarmless(test.name)
+		f.restoreConfig() // restore the agreed state before the next input
 	}
 	return table
 }
 
-// harmless fails the test if networks in use at a overlap.
-func (f *foe) harmless(what string) {
+// checkHarmless fails the test if networks in use at a overlap.
+func (f *foe) checkHarmless(what string) {
 	f.a.t.Helper()
 	ipamStorage := f.a.ipamStorage()
 	inUse := map[string]string{"our pods": ipamStorage.PodCIDR, "our Services": ipamStorage.ServiceCIDR, "our ExternalCIDR": ipamStorage.ExternalCIDR,
@@ -478,8 +479,8 @@ func (f *foe) harmless(what string) {
 	}
 }
 
-// another returns a second NetworkConfig with a valid spec.
-func (f *foe) another(name string, labels map[string]string) *v1alpha1.NetworkConfig {
+// secondConfig returns a second NetworkConfig with a valid spec.
+func (f *foe) secondConfig(name string, labels map[string]string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: name, Labels: labels}, Spec: *f.good.DeepCopy()}
 }
 
@@ -503,13 +504,13 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 		{"an original of ours for c", map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": f.c.id}, ""},
 	} {
 		before := f.applied()
-		nc := f.another("another", test.labels)
+		nc := f.secondConfig("another", test.labels)
 		nc.Finalizers = []string{"example.com/of-b"} // the object stays until b removes this finalizer
 		if err := f.client.Create(t.Context(), nc); err != nil {
 			t.Fatalf("%s: %v", test.name, err)
 		}
 		if test.reason != "" {
-			c := f.verdict(nc.Name)
+			c := f.waitDecision(nc.Name)
 			if c.Status != metav1.ConditionFalse || c.Reason != test.reason {
 				t.Errorf("%s: %+v; want %s", test.name, c, test.reason)
 			}
@@ -517,24 +518,24 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 		} else {
 			table = append(table, f.row(test.name, "ignored", "-", ""))
 		}
-		f.unmoved(test.name, before)
+		f.checkUnmoved(test.name, before)
 		if err := f.client.Delete(t.Context(), nc); err != nil {
 			t.Fatal(err)
 		}
-		f.unmoved(test.name+", on its way out", before)
+		f.checkUnmoved(test.name+", on its way out", before)
 		f.drop(nc)
 	}
 
 	before := f.applied()
 	peering := f.a.peering(f.b)
-	if err := f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) {
+	if err := f.edit(f.configOfB, func(nc *v1alpha1.NetworkConfig) {
 		nc.OwnerReferences = []metav1.OwnerReference{{APIVersion: "isthmus.net/v1alpha1", Kind: "Peering", Name: peering.Name, UID: peering.UID, BlockOwnerDeletion: new(true)}}
 	}); err != nil {
 		t.Fatal(err)
 	}
-	f.unmoved("owner reference to our Peering", before)
+	f.checkUnmoved("owner reference to our Peering", before)
 	table = append(table, f.row("owner reference to our Peering", "ignored", "-", ""))
-	if err := f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences = nil }); err != nil {
+	if err := f.edit(f.configOfB, func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences = nil }); err != nil {
 		t.Fatal(err)
 	}
 
@@ -562,19 +563,19 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 		})
 		// The test must answer the new NetworkConfig itself, because b has no manager any more.
 		f.answer(f.agreed.LocalNATPodCIDR, f.agreed.LocalNATExternalCIDR)
-		f.settled()
+		f.waitSettled()
 		table = append(table, f.row(test.name, "undone", "-", ""))
 	}
 
 	// A copy that is being deleted counts as deleted, even if a finalizer keeps it.
-	if err := f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = append(nc.Finalizers, "example.com/of-b") }); err != nil {
+	if err := f.edit(f.configOfB, func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = append(nc.Finalizers, "example.com/of-b") }); err != nil {
 		t.Fatal(err)
 	}
-	nc := f.mine()
+	nc := f.configOfB()
 	if err := f.client.Delete(t.Context(), nc); err != nil {
 		t.Fatal(err)
 	}
-	c := f.a.condition(f.b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+	c := f.a.waitCondition(f.b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
 	f.a.eventually("no TunnelEndpoint", func() (string, bool) { te := f.a.tunnelEndpoint(f.b); return fmt.Sprintf("%+v", te), te == nil })
 	table = append(table, f.row("deleted, but for a finalizer", "meaning", c.Reason, c.Message))
 	f.drop(nc)
@@ -594,7 +595,7 @@ func (f *foe) drop(o client.Object) {
 // publish creates b's NetworkConfig as it was at the beginning.
 func (f *foe) publish() {
 	f.a.t.Helper()
-	if err := f.client.Create(f.a.t.Context(), f.another(f.name, f.sender(f.b.id))); err != nil {
+	if err := f.client.Create(f.a.t.Context(), f.secondConfig(f.name, f.sender(f.b.id))); err != nil {
 		f.a.t.Fatal(err)
 	}
 }
@@ -633,7 +634,7 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 	if err := yaml.Unmarshal(text, crd); err != nil {
 		t.Fatal(err)
 	}
-	f.lax(crd)
+	f.loosenCRD(crd)
 	for _, test := range []struct{ name, pod, external, field string }{ // no field: a accepts the answer
 		{"answer of another length", "10.64.0.0/20", "None", "status.podCIDRNAT"},
 		{"answer empty", "", "None", "podCIDRNAT"},
@@ -657,8 +658,8 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 				te := f.a.tunnelEndpoint(f.b)
 				return fmt.Sprintf("%+v", te), te.Spec.LocalNATPodCIDR == test.pod
 			})
-			f.harmless(test.name)
-			f.a.ready(f.b)
+			f.checkHarmless(test.name)
+			f.a.waitReady(f.b)
 			table = append(table, f.row(test.name, "taken", "-", ""))
 		} else {
 			var condition metav1.Condition
@@ -672,20 +673,20 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 				}
 				return fmt.Sprintf("%+v", p.Status.Conditions), false
 			})
-			f.unmoved(test.name, before)
+			f.checkUnmoved(test.name, before)
 			if now := f.a.tunnelEndpoint(f.b).Generation; now != generation {
 				t.Errorf("%s: the TunnelEndpoint has changed", test.name)
 			}
 			table = append(table, f.row(test.name, "meaning", condition.Type+"/"+condition.Reason, condition.Message))
 		}
 		f.answer(f.agreed.LocalNATPodCIDR, f.agreed.LocalNATExternalCIDR)
-		f.settled()
+		f.waitSettled()
 	}
 	return table
 }
 
-// lax replaces the CRD at b by one that accepts any answer.
-func (f *foe) lax(crd *apiextensions.CustomResourceDefinition) {
+// loosenCRD replaces the CRD at b by one that accepts any answer.
+func (f *foe) loosenCRD(crd *apiextensions.CustomResourceDefinition) {
 	f.a.t.Helper()
 	there := &unstructured.Unstructured{}
 	there.SetAPIVersion("apiextensions.k8s.io/v1")
@@ -710,7 +711,7 @@ func (f *foe) testGreat(t *testing.T) {
 	before := f.applied()
 	memory := f.memory()
 	for i := range 50 {
-		nc := f.mine()
+		nc := f.configOfB()
 		nc.Annotations = map[string]string{"example.com/x": strings.Repeat("x", 250<<10), "example.com/i": strconv.Itoa(i)}
 		if err := f.client.Update(t.Context(), nc); err != nil && !apierrors.IsConflict(err) {
 			t.Fatal(err)
@@ -727,7 +728,7 @@ func (f *foe) testGreat(t *testing.T) {
 			t.Errorf("%s has changed", name)
 		}
 	}
-	if err := f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) { nc.Annotations = nil }); err != nil {
+	if err := f.edit(f.configOfB, func(nc *v1alpha1.NetworkConfig) { nc.Annotations = nil }); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -753,7 +754,7 @@ func (f *foe) testUpdates(t *testing.T) {
 	if err := f.claim(nil); err != nil {
 		t.Fatal(err)
 	}
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 	done := f.writes()
 	t.Logf("%d updates in %v: %d writes of the manager; a change of c is applied after %v", updates, duration, done-before, took)
 	if most := 8*updates + 20 + leases(begin); done-before > most {
@@ -762,7 +763,7 @@ func (f *foe) testUpdates(t *testing.T) {
 	if n := f.events() - events; n > 10 {
 		t.Errorf("%d new Events", n)
 	}
-	f.quiet()
+	f.checkQuiet()
 }
 
 // events returns the number of Events at a.
@@ -779,14 +780,14 @@ func (f *foe) events() int {
 func (f *foe) testRecreation(t *testing.T) {
 	ipamStorage := f.a.ipamStorage().ClusterSubnets[f.b.id]
 	for range 15 {
-		nc := f.mine()
+		nc := f.configOfB()
 		if err := f.client.Delete(t.Context(), nc); err != nil {
 			t.Fatal(err)
 		}
 		f.drop(nc)
 		f.publish()
 	}
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 	f.a.eventually(fmt.Sprintf("the networks that were, %+v", ipamStorage), func() (string, bool) {
 		now := f.a.ipamStorage().ClusterSubnets[f.b.id]
 		return fmt.Sprintf("%+v", now), now == ipamStorage
@@ -806,7 +807,7 @@ func (f *foe) testMany(t *testing.T) {
 		for i := from; i < to; i++ {
 			labels := f.sender([]string{f.b.id, f.c.id, f.a.id, fmt.Sprint("nobody-", i)}[i%4])
 			maps.Copy(labels, many)
-			if err := f.client.Create(t.Context(), f.another(fmt.Sprintf("one-of-many-%d", i), labels)); err != nil {
+			if err := f.client.Create(t.Context(), f.secondConfig(fmt.Sprintf("one-of-many-%d", i), labels)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -827,16 +828,16 @@ func (f *foe) testMany(t *testing.T) {
 	if slowest := max(meanwhile, after); slowest > prompt {
 		t.Errorf("a change of c took %v", slowest)
 	}
-	f.quiet()
+	f.checkQuiet()
 	if err := f.a.client.DeleteAllOf(t.Context(), &v1alpha1.NetworkConfig{}, client.InNamespace(f.namespace), many); err != nil {
 		t.Fatal(err)
 	}
-	f.a.ready(f.b)
+	f.a.waitReady(f.b)
 
 	peer := identityOf(t, f.b, f.a)
 	for i := range 20 {
 		name := fmt.Sprintf("one-of-many-%d", i)
-		if err := peer.Create(t.Context(), f.another(name, f.sender(f.b.id))); !apierrors.IsForbidden(err) {
+		if err := peer.Create(t.Context(), f.secondConfig(name, f.sender(f.b.id))); !apierrors.IsForbidden(err) {
 			t.Errorf("NetworkConfig %s: %v", name, err)
 		}
 	}
@@ -882,8 +883,8 @@ func (f *foe) writes() (n int) {
 	return n
 }
 
-// quiet fails the test unless a's manager stops writing, except for renewals of its Lease.
-func (f *foe) quiet() {
+// checkQuiet fails the test unless a's manager stops writing, except for renewals of its Lease.
+func (f *foe) checkQuiet() {
 	f.a.t.Helper()
 	f.a.eventually("rest of the manager of a", func() (string, bool) {
 		began, before := time.Now(), f.writes()

@@ -338,8 +338,8 @@ func (l *liqo) manage(ctx context.Context, fc *unstructured.Unstructured, f *liq
 	return nil
 }
 
-// create does the work of Liqo's NetworkConfig creator: it creates, corrects or deletes the own
-// NetworkConfig.
+// create does the work of Liqo's NetworkConfig creator: it creates, corrects or deletes the
+// cluster's own NetworkConfig.
 func (l *liqo) create(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign, local []*unstructured.Unstructured) error {
 	l.manager.mu.Lock()
 	spec := l.manager.config
@@ -437,8 +437,8 @@ func (m *liqoManager) grant(id string, spec liqoSpec) (pod, external string, err
 	return pod, external, nil
 }
 
-// process makes the TunnelEndpoint from the own NetworkConfig and the peer's, once both are
-// answered. It also deletes the TunnelEndpoint.
+// process makes the TunnelEndpoint from the cluster's own NetworkConfig and the peer's, once both
+// are answered. When the own NetworkConfig is deleted, process deletes the TunnelEndpoint.
 func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remotes []*unstructured.Unstructured, fc *unstructured.Unstructured, peer liqoIdentity) error {
 	endpoints, err := listOf(ctx, l.client, endpointKind, client.InNamespace(nc.GetNamespace()), client.MatchingLabels{"clusterID": peer.ClusterID})
 	if err != nil {

@@ -122,8 +122,8 @@ func TestDocumentedPeeringWithLiqoWorks(t *testing.T) {
 		a.apply(here)
 		begin := parsed(t, files["begin.yaml"], env)
 		b.apply(begin)
-		agreedWithLiqo(a, b, manager)
-		a.ready(b)
+		waitAgreedWithLiqo(a, b, manager)
+		a.waitReady(b)
 
 		peering := here[len(here)-1]
 		a.remove(peering)
@@ -136,7 +136,7 @@ func TestDocumentedPeeringWithLiqoWorks(t *testing.T) {
 		b.remove(foreigns...)
 		b.remove(atLiqo...)
 		a.remove(here[:len(here)-1]...)
-		a.clean()
+		a.waitClean()
 		for _, s := range []*site{a, b} {
 			for _, kind := range []schema.GroupVersionKind{configKind, endpointKind} {
 				all, err := listOf(t.Context(), s.client, kind)

@@ -110,7 +110,7 @@ func (w *world) rotate(peers []*remote, idle float64) {
 	w.figure("our key rotates: peers with a preshared key; all renewed after, s", "%s", fmt.Sprintf("%d; %.1f", len(former), renewed.Seconds()))
 	w.figure("our key rotates: writes for each", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.figure("our key rotates: writes of preshared keys; KiB in each", "%s", fmt.Sprintf("%d; %d", asked["home patch secrets"], size>>10))
-	w.t.Logf("our key rotates: %s", asked.per(len(peers)))
+	w.t.Logf("our key rotates: %s", asked.dividedBy(len(peers)))
 }
 
 // agree handles our NetworkConfig at a peer, as the peer's manager would. Here it reports sessions

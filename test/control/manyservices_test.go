@@ -35,10 +35,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// TestClusterImportsManyServices makes one cluster import services from several peers, and replaces their pods.
-// It prints the managers' cost, and the time until the importer's EndpointSlices are correct. One
-// peer is a cluster with a real manager. The test simulates the other peers: it writes their
-// PeerServices with their permissions, no more often than a manager would.
+// TestClusterImportsManyServices makes one cluster import services from several peers, and replaces
+// the pods of these services. It prints the managers' cost, and the time until the importer's
+// EndpointSlices are correct. One peer is a cluster with a real manager. The test simulates the
+// other peers: it writes their PeerServices with their permissions, no more often than a manager
+// would.
 func TestClusterImportsManyServices(t *testing.T) {
 	peers, services, pods, replaced, over, rest := 3, 8, 4, 12, 2*time.Second, 5*time.Second
 	if *long {
@@ -68,17 +69,17 @@ func TestClusterImportsManyServices(t *testing.T) {
 	m.phase("all come", func() {
 		now := time.Now()
 		for _, x := range m.exporters {
-			m.await(now, x.open()...)
+			m.expect(now, x.open()...)
 		}
 	})
-	m.right()
-	m.rest("at rest", rest)
+	m.checkRight()
+	m.checkRest("at rest", rest)
 	m.phase(fmt.Sprintf("%d of one peer, within %v", replaced, over), func() { m.replace(replaced, over, m.exporters[0]) })
 	m.phase(fmt.Sprintf("%d of all peers, within %v", replaced, over), func() { m.replace(replaced, over, m.exporters...) })
 	m.phase(fmt.Sprintf("%d of one peer at once", replaced), func() { m.replace(replaced, 0, m.exporters[0]) })
 	m.phase(fmt.Sprintf("%d of all peers at once", replaced), func() { m.replace(replaced, 0, m.exporters...) })
-	m.right()
-	m.rest("at rest afterwards", rest)
+	m.checkRight()
+	m.checkRest("at rest afterwards", rest)
 
 	began := time.Now()
 	home.killManager()
@@ -96,7 +97,7 @@ func TestClusterImportsManyServices(t *testing.T) {
 	took := time.Since(began)
 	w.settle()
 	if asked := w.audits.next(); asked.writes() != 1 || asked[newSession] != 1 {
-		t.Errorf("a manager that starts again among %d services writes more than its session: %v", peers*services, asked.per(1))
+		t.Errorf("a manager that starts again among %d services writes more than its session: %v", peers*services, asked.dividedBy(1))
 	}
 	u := home.load()
 	m.remark("it starts again: all services looked at after %.1f s, its session alone written, %.1f CPU s, peak of resident memory %d MiB", took.Seconds(), u.cpu.Seconds(), u.peak>>20)
@@ -122,8 +123,8 @@ type market struct {
 	written map[change]time.Time // changes that must arrive, with the time when each was written
 }
 
-// await records changes that must arrive.
-func (m *market) await(since time.Time, all ...change) {
+// expect records changes that must arrive.
+func (m *market) expect(since time.Time, all ...change) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, c := range all {
@@ -257,7 +258,7 @@ type exporter struct {
 	name string
 	move services.Remap // translation of the exporter's pods at the importer
 
-	every time.Duration                                                               // pause between two writes
+	pause time.Duration                                                               // pause between two writes
 	unit  func(service int) string                                                    // name of the object for a service
 	write func(ctx context.Context, unit string, all []isthmus.ExportedService) error // writes the object unit with the services all
 	begin func()                                                                      // exports all services
@@ -345,7 +346,7 @@ func (x *exporter) edit(service int, f func([]isthmus.ExportedEndpoint) ([]isthm
 
 // run writes changed objects until ctx ends.
 func (x *exporter) run(ctx context.Context) {
-	for ; ctx.Err() == nil; time.Sleep(x.every) {
+	for ; ctx.Err() == nil; time.Sleep(x.pause) {
 		x.mu.Lock()
 		units := slices.Sorted(maps.Keys(x.changed))
 		x.mu.Unlock()
@@ -364,7 +365,7 @@ func (x *exporter) run(ctx context.Context) {
 				}
 				changed := x.changed[unit]
 				delete(x.changed, unit)
-				x.m.await(time.Now(), changed...)
+				x.m.expect(time.Now(), changed...)
 				x.mu.Unlock()
 				if err := x.write(ctx, unit, all); err != nil && ctx.Err() == nil {
 					x.m.t.Errorf("%s: %s: %v", x.name, unit, err)
@@ -378,7 +379,7 @@ func (x *exporter) run(ctx context.Context) {
 // keepShards simulates an exporter's manager: the exporter writes PeerServices at the importer.
 // Like a manager, it collects changes for 200 ms.
 func (x *exporter) keepShards(c client.Client, namespace string) {
-	x.every = 200 * time.Millisecond
+	x.pause = 200 * time.Millisecond
 	x.unit = func(service int) string { return services.ShardOf(keyFor(x.services[service])) }
 	x.begin = func() {
 		for i := range x.services {
@@ -409,7 +410,7 @@ func (x *exporter) keepShards(c client.Client, namespace string) {
 // manager.
 func (x *exporter) keepSlices(s *site) {
 	ctx := x.m.t.Context()
-	x.every = 10 * time.Millisecond
+	x.pause = 10 * time.Millisecond
 	x.unit = func(service int) string { return x.services[service].Name }
 	sliceOf := make(map[string]*discoveryv1.EndpointSlice) // only one goroutine at a time writes the entry of an object
 	for _, service := range x.services {
@@ -453,8 +454,8 @@ func endpointsOf(s isthmus.ExportedService) (all []discoveryv1.Endpoint) {
 	return all
 }
 
-// replace replaces pods of the exporters in turn, each time of another service. It spreads the
-// replacements evenly over duration; if duration is 0, it makes all at once.
+// replace replaces pods of the exporters in turn, of another service each time. It spreads the
+// replacements evenly over duration; if duration is 0, it replaces all pods at once.
 func (m *market) replace(pods int, duration time.Duration, all ...*exporter) {
 	m.t.Helper()
 	number := len(all[0].services)
@@ -522,26 +523,26 @@ func (m *market) phase(name string, f func()) {
 	cpu, theirs, server = m.home.cpu()-cpu, m.b.cpu()-theirs, m.home.apiServerCPU()-server
 	asked := m.audits.next()
 	eventsNow, octetsNow := m.slices.sent()
-	all := m.slices.took(m.written)
-	written := m.shards.took(m.written)
+	all := m.slices.delays(m.written)
+	written := m.shards.delays(m.written)
 	m.t.Logf("column %s", name)
 	m.figure("endpoints that change; made within, s", "%s", fmt.Sprintf("%d; %.1f", len(m.written), made.Seconds()))
 	m.figure("until its slice is right, s: median, 99 %, last", "%s", quantiles(all))
 	m.figure("of this, from the exporter's slice to its PeerServices, s", "%s", quantiles(written))
 	m.figure("importing manager: CPU, s", "%.1f", cpu.Seconds())
 	m.figure("its API server: CPU, s", "%.1f", server.Seconds())
-	m.figure("importing manager: writes", "%s", asked.of("home"))
+	m.figure("importing manager: writes", "%s", asked.byOrigin("home"))
 	m.figure("importing manager: read of its API server, MiB", "%.1f", float64(m.toHome.read.Load()-read)/(1<<20))
 	m.figure("an exporting manager: CPU, s", "%.1f", theirs.Seconds())
-	m.figure("an exporting manager: writes at the importer", "%s", asked.of("home-by-peer"))
+	m.figure("an exporting manager: writes at the importer", "%s", asked.byOrigin("home-by-peer"))
 	m.figure("an exporting manager: sent to the importer, MiB", "%.1f", float64(m.fromB.sent.Load()-sent)/(1<<20))
-	m.figure("an exporting manager: writes in its cluster", "%s", asked.of("b"))
+	m.figure("an exporting manager: writes in its cluster", "%s", asked.byOrigin("b"))
 	m.figure("each kube-proxy: events; MiB", "%s", fmt.Sprintf("%d; %.1f", eventsNow-events, float64(octetsNow-octets)/(1<<20)))
-	m.t.Logf("%s: %s", name, asked.per(1))
+	m.t.Logf("%s: %s", name, asked.dividedBy(1))
 }
 
-// of returns the writes of one origin, by kind.
-func (c tally) of(where string) string {
+// byOrigin returns the writes of one origin, by kind.
+func (c tally) byOrigin(where string) string {
 	all := make(map[string]int)
 	for key, number := range c {
 		if f := strings.Fields(key); len(f) == 3 && f[0] == where && (tally{key: number}).writes() > 0 {
@@ -570,8 +571,9 @@ func (m *market) remark(format string, args ...any) {
 	m.t.Logf("remark "+format, args...)
 }
 
-// rest checks that for the duration d nobody writes, and prints the managers' cost in that time.
-func (m *market) rest(what string, d time.Duration) {
+// checkRest checks that for the duration d nobody writes, and prints the managers' cost in that
+// time.
+func (m *market) checkRest(what string, d time.Duration) {
 	m.t.Helper()
 	m.audits.next()
 	before, theirs, read := m.home.cpu(), m.b.cpu(), m.toHome.read.Load()
@@ -581,12 +583,12 @@ func (m *market) rest(what string, d time.Duration) {
 	m.remark("%s, in %v: %d writes; importing manager %.2f %% of a core, %d octets a second read, %d MiB; exporting manager %.2f %% of a core, %d MiB", what, d,
 		asked.writes(), share(m.home.cpu(), before), (m.toHome.read.Load()-read)/int64(d.Seconds()), m.home.load().memory>>20, share(m.b.cpu(), theirs), m.b.load().memory>>20)
 	if asked.writes() > 0 {
-		m.t.Errorf("%s the managers write: %v", what, asked.per(1))
+		m.t.Errorf("%s the managers write: %v", what, asked.dividedBy(1))
 	}
 }
 
-// right fails the test unless the importer has exactly the exported endpoints.
-func (m *market) right() {
+// checkRight fails the test unless the importer has exactly the exported endpoints.
+func (m *market) checkRight() {
 	m.t.Helper()
 	want, have := make(map[string]string), make(map[string]string)
 	for _, x := range m.exporters {
@@ -626,7 +628,7 @@ func (m *market) right() {
 	}
 }
 
-// A sight has the endpoints of the objects as a watch has last reported them.
+// A sight holds the endpoints of each object that a watch has reported last.
 type sight struct {
 	mu             sync.Mutex
 	of             map[string]map[netip.Addr]bool // by object: addresses, and whether they are ready
@@ -677,9 +679,9 @@ func (s *sight) missing(all map[change]time.Time) (n int) {
 	return n
 }
 
-// took returns, sorted, the times from writing the changes until the watch showed them. It omits
-// changes that the watch has not shown yet.
-func (s *sight) took(all map[change]time.Time) (took []time.Duration) {
+// delays returns the sorted times from writing a change until the watch showed it. It omits changes
+// that the watch has not shown yet.
+func (s *sight) delays(all map[change]time.Time) (took []time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c, since := range all {

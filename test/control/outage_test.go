@@ -16,7 +16,7 @@ func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 	a.startManager()
 	b.startManager()
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 
 	freeze := 20 * time.Second // the manager loses its Lease after ten seconds
 	if *long {
@@ -53,11 +53,11 @@ func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 			if !test.rest && !*long {
 				t.Skip("with -long")
 			}
-			in(t, sites...)
+			reportTo(t, sites...)
 			before := map[*site]string{a: a.tunnelEndpoint(b).ResourceVersion, b: b.tunnelEndpoint(a).ResourceVersion}
 			test.away(test.who)
 			began := time.Now()
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 			if a.tunnelEndpoint(b).ResourceVersion != before[a] || b.tunnelEndpoint(a).ResourceVersion != before[b] {
 				t.Error("a TunnelEndpoint was written, though nothing changed")
 			}
@@ -67,16 +67,16 @@ func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 			t.Logf("changes arrive again %v after it is back", time.Since(began).Round(time.Millisecond))
 			a.publish("203.0.113.1", b)
 			b.publish("203.0.113.2", a)
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 		})
 		t.Run(test.name+" in the middle", func(t *testing.T) {
 			if !test.middle && !*long {
 				t.Skip("with -long")
 			}
-			in(t, sites...)
+			reportTo(t, sites...)
 			disjoin(a, b)
-			a.clean()
-			b.clean()
+			a.waitClean()
+			b.waitClean()
 			came := copied.await(t, a, b, func() { test.away(test.who) })
 			a.join(b, isthmus.Overrides{})
 			b.join(a, isthmus.Overrides{})
@@ -84,7 +84,7 @@ func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 				t.Fatal(copied.name + " did not come")
 			}
 			began := time.Now()
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 			t.Logf("joined %v after it is back", time.Since(began).Round(time.Millisecond))
 			came = leaving.await(t, a, b, func() { test.away(test.who) })
 			a.part(b)
@@ -94,11 +94,11 @@ func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 			}
 			began = time.Now()
 			disjoin(a, b)
-			a.clean()
-			b.clean()
+			a.waitClean()
+			b.waitClean()
 			t.Logf("parted %v after it is back", time.Since(began).Round(time.Millisecond))
 			rejoin(a, b)
-			agreed(t, a, b)
+			waitAgreed(t, a, b)
 		})
 		if t.Failed() {
 			return

@@ -58,7 +58,7 @@ func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 		{"another cluster with the ID and name of b", testPinMismatch},
 	} {
 		t.Run(part.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			x.scenario = part.name
 			part.run(t, x)
 		})
@@ -124,12 +124,12 @@ func (x *messages) run(scenario string, code int, args ...string) string {
 // status records the lines of `isthmus status` about the peering of a and b, on both sides.
 func (x *messages) status(reasonA, reasonB string) {
 	x.a.t.Helper()
-	x.a.condition(x.b, isthmus.ConditionReady, metav1.ConditionFalse, reasonA)
+	x.a.waitCondition(x.b, isthmus.ConditionReady, metav1.ConditionFalse, reasonA)
 	status := metav1.ConditionFalse
 	if reasonB == isthmus.ReasonConnected {
 		status = metav1.ConditionTrue
 	}
-	x.b.condition(x.a, isthmus.ConditionReady, status, reasonB)
+	x.b.waitCondition(x.a, isthmus.ConditionReady, status, reasonB)
 	for _, s := range []*site{x.a, x.b} {
 		out, _ := s.isthmus("status", "--kubeconfig", s.kubeconfig)
 		block := false
@@ -204,8 +204,8 @@ func (s *site) change(o client.Object, key types.NamespacedName, status bool, ch
 
 func (x *messages) joined() {
 	x.a.t.Helper()
-	x.a.ready(x.b)
-	x.b.ready(x.a)
+	x.a.waitReady(x.b)
+	x.b.waitReady(x.a)
 	x.a.eventually("both sides say the same of their networks", func() (string, bool) {
 		a, b := x.a.peering(x.b).Status, x.b.peering(x.a).Status
 		same := func(own, others isthmus.Networks) bool {

@@ -30,7 +30,7 @@ func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 	peer(t, a, b)
 	disjoin(a, b)
 	for _, s := range sites {
-		s.clean()
+		s.waitClean()
 	}
 	start := map[*site]v1alpha1.IpamStorageSpec{a: a.ipamStorage(), b: b.ipamStorage()}
 	rejoin(a, b)
@@ -48,7 +48,7 @@ func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 			}
 		}
 		for _, s := range sites {
-			s.clean()
+			s.waitClean()
 			if got := s.ipamStorage(); !equality.Semantic.DeepEqual(got, start[s]) {
 				t.Errorf("IpamStorage of %s:\n%+v\nat the start:\n%+v", s.name, got, start[s])
 			}
@@ -61,7 +61,7 @@ func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 			(part / time.Duration(times)).Round(time.Millisecond), slowest.Round(time.Millisecond))
 	}
 	t.Run("by Peerings", func(t *testing.T) {
-		in(t, sites...)
+		reportTo(t, sites...)
 		repeat(t, byPeerings, func() (joined, parted time.Duration) {
 			began := time.Now()
 			rejoin(a, b)
@@ -75,7 +75,7 @@ func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 		})
 	})
 	t.Run("by the command line", func(t *testing.T) {
-		in(t, sites...)
+		reportTo(t, sites...)
 		if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil { // deletes the previous tenant namespaces
 			t.Fatalf("%v\n%s", err, out)
 		}

@@ -143,18 +143,18 @@ func TestPeeringCompletesWhenAManagerIsKilledAtAnyStep(t *testing.T) {
 	a.startManager()
 	b.startManager()
 	peer(t, a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 	disjoin(a, b)
-	a.clean()
-	b.clean()
+	a.waitClean()
+	b.waitClean()
 
 	empty := map[*site]v1alpha1.IpamStorageSpec{a: a.ipamStorage(), b: b.ipamStorage()}
 	rejoin(a, b)
-	agreed(t, a, b)
+	waitAgreed(t, a, b)
 	full := map[*site]v1alpha1.IpamStorageSpec{a: a.ipamStorage(), b: b.ipamStorage()}
 	disjoin(a, b)
-	a.clean()
-	b.clean()
+	a.waitClean()
+	b.waitClean()
 
 	kill := func(t *testing.T, m moment, victim *site, act func()) {
 		t.Helper()
@@ -174,7 +174,7 @@ func TestPeeringCompletesWhenAManagerIsKilledAtAnyStep(t *testing.T) {
 				}
 			}
 			t.Run(victim.name+" killed at "+strings.Join(names, " and "), func(t *testing.T) {
-				in(t, sites...)
+				reportTo(t, sites...)
 				began := time.Now()
 				join := func() { a.join(b, isthmus.Overrides{}); b.join(a, isthmus.Overrides{}) }
 				if i < len(joining) {
@@ -182,7 +182,7 @@ func TestPeeringCompletesWhenAManagerIsKilledAtAnyStep(t *testing.T) {
 				} else {
 					join()
 				}
-				agreed(t, a, b)
+				waitAgreed(t, a, b)
 				joined := time.Since(began)
 				for _, s := range sites {
 					if got := s.ipamStorage(); !equality.Semantic.DeepEqual(got, full[s]) {
@@ -197,7 +197,7 @@ func TestPeeringCompletesWhenAManagerIsKilledAtAnyStep(t *testing.T) {
 					part()
 				}
 				for _, s := range sites {
-					s.clean()
+					s.waitClean()
 					if got := s.ipamStorage(); !equality.Semantic.DeepEqual(got, empty[s]) {
 						t.Errorf("IpamStorage of %s:\n%+v\nat the start:\n%+v", s.name, got, empty[s])
 					}

@@ -34,9 +34,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// manyUsers is the group of our identities at the peers of TestManagerHandlesManyPeerings. All peers are on one
-// API server, each with its own tenant namespace, user and client certificate. So the manager has a
-// separate connection for each peer, as if each peer had its own API server.
+// manyUsers is the group of our identities at the peers of TestManagerHandlesManyPeerings. All
+// peers are on one API server, each with its own tenant namespace, user and client certificate. So
+// the manager has a separate connection for each peer, as if each peer had its own API server.
 const manyUsers = "peers"
 
 // Flags of TestManagerHandlesManyPeerings are for benchmarks/manager.
@@ -45,9 +45,9 @@ var (
 	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManagerHandlesManyPeerings, of each thing it does; empty: none")
 )
 
-// TestManagerHandlesManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
-// ours and each other. The test prints the cost. It counts the manager's requests in the audit logs
-// of the API servers, by the manager's user names.
+// TestManagerHandlesManyPeerings gives one manager 20 peerings or, with -long, 500. Their networks
+// overlap ours and each other. The test prints the cost. It counts the manager's requests in the
+// audit logs of the API servers, by the manager's user names.
 func TestManagerHandlesManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
@@ -124,7 +124,7 @@ func TestManagerHandlesManyPeerings(t *testing.T) {
 	began := time.Now()
 	home.restartManager()
 	profiled = w.profile("restart")
-	w.restarted(began, number)
+	w.waitRestarted(began, number)
 	profiled()
 	idle = w.atRest("after the restart", rest/2)
 	w.rotate(peers, idle)
@@ -324,7 +324,7 @@ func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Du
 		}
 		w.mu.Unlock()
 		if time.Now().After(deadline) {
-			w.t.Fatalf("%s: %d of %d Peerings are Ready after %v; %s", what, len(took), len(peers), time.Since(began), w.unready(peers))
+			w.t.Fatalf("%s: %d of %d Peerings are Ready after %v; %s", what, len(took), len(peers), time.Since(began), w.reasonsNotReady(peers))
 		}
 	}
 	slices.Sort(took)
@@ -338,15 +338,15 @@ func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Du
 		w.figure(what+": all Ready after, s", "%.1f", took[len(took)-1].Seconds())
 		w.figure(what+": writes for each", "%.1f", float64(asked.writes())/float64(len(peers)))
 	}
-	w.t.Logf("%s: %.2f writes for each: %s", what, float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
+	w.t.Logf("%s: %.2f writes for each: %s", what, float64(asked.writes())/float64(len(peers)), asked.dividedBy(len(peers)))
 	if n := asked["home patch ipamstorages"]; n > 0 {
 		w.t.Logf("%s: %d octets in each of %d patches of the IpamStorage", what, asked[patched]/n, n)
 	}
 	return asked, spent - rested
 }
 
-// unready returns the reasons of the first peers that are not Ready.
-func (w *world) unready(peers []*remote) string {
+// reasonsNotReady returns the reasons of the first peers that are not Ready.
+func (w *world) reasonsNotReady(peers []*remote) string {
 	for _, r := range peers {
 		p := &isthmus.Peering{}
 		if err := w.home.client.Get(w.t.Context(), client.ObjectKey{Name: r.UniqueName()}, p); err != nil {
@@ -400,7 +400,7 @@ func (w *world) settle() {
 			quiet, last = time.Now(), n
 		}
 		if time.Now().After(deadline) {
-			w.t.Fatalf("the manager does not come to rest: %v", w.audits.next().per(1))
+			w.t.Fatalf("the manager does not come to rest: %v", w.audits.next().dividedBy(1))
 		}
 	}
 }
@@ -414,9 +414,9 @@ func (w *world) atRest(what string, d time.Duration) float64 {
 	time.Sleep(d)
 	share, asked := (w.home.cpu()-before).Seconds()/d.Seconds(), w.audits.next()
 	after := w.home.load()
-	watches, requests := asked.began()
+	watches, requests := asked.startedRequests()
 	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %.2f watches and %.2f other requests a second: %s", what, d, 100*share, after,
-		float64(watches)/d.Seconds(), float64(requests)/d.Seconds(), asked.per(1))
+		float64(watches)/d.Seconds(), float64(requests)/d.Seconds(), asked.dividedBy(1))
 	w.figure(what+": CPU, of a core", "%.2f %%", 100*share)
 	w.figure(what+": resident memory, MiB", "%d", after.memory>>20)
 	w.figure(what+": goroutines", "%d", after.goroutines)
@@ -465,7 +465,7 @@ func (w *world) change(peers []*remote, idle float64) {
 	w.figure("a peer's endpoint changes: CPU, ms", "%.1f", 1000*cost/float64(len(peers)))
 	w.figure("a peer's endpoint changes: writes", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.t.Logf("one peer changes: manager %.1f ms of CPU, in the TunnelEndpoint after %.2f s; %.2f writes: %s",
-		1000*cost/float64(len(peers)), took.Seconds()/float64(len(peers)), float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
+		1000*cost/float64(len(peers)), took.Seconds()/float64(len(peers)), float64(asked.writes())/float64(len(peers)), asked.dividedBy(len(peers)))
 }
 
 // figure prints a figure for the table of benchmarks/manager.
@@ -507,9 +507,9 @@ func (w *world) profile(what string) func() {
 	}
 }
 
-// restarted waits until a restarted manager has listed the NetworkConfigs of each peer. It checks
-// that the manager has written only newSession.
-func (w *world) restarted(began time.Time, number int) {
+// waitRestarted waits until a restarted manager has listed the NetworkConfigs of each peer. It
+// checks that the manager has written only newSession.
+func (w *world) waitRestarted(began time.Time, number int) {
 	w.t.Helper()
 	leads := time.Since(began)
 	w.home.eventually(fmt.Sprintf("a look at each of %d peers", number), func() (string, bool) {
@@ -522,7 +522,7 @@ func (w *world) restarted(began time.Time, number int) {
 	w.t.Logf("restart: leader after %.2f s, at all %d peers after %.2f s, %v", leads.Seconds(), number, looked.Seconds(), u)
 	w.figure("it starts again: CPU, s", "%.2f", u.cpu.Seconds())
 	w.figure("it starts again: all looked at after, s", "%.1f", looked.Seconds())
-	w.t.Logf("restart: %s", asked.per(1))
+	w.t.Logf("restart: %s", asked.dividedBy(1))
 	all, leases := asked.refused()
 	w.figure("it starts again: requests that are told to wait, of them for its Lease", "%s", fmt.Sprintf("%d, %d", all, leases))
 	if leases > 0 {
@@ -650,8 +650,8 @@ func (c tally) writes() (n int) {
 // the previous manager.
 const newSession = "home patch ipamstorages"
 
-// began returns the number of watches, counted when they end, and of all other requests.
-func (c tally) began() (watches, requests int) {
+// startedRequests returns the number of watches, counted when they end, and of all other requests.
+func (c tally) startedRequests() (watches, requests int) {
 	for key, number := range c {
 		if f := strings.Fields(key); len(f) == 3 && f[1] == "watch" {
 			watches += number
@@ -686,8 +686,8 @@ func (c tally) conflicts() (n int) {
 	return n
 }
 
-// per returns the tally as text, divided by number.
-func (c tally) per(number int) string {
+// dividedBy returns the tally as text, divided by number.
+func (c tally) dividedBy(number int) string {
 	var all []string
 	for _, key := range slices.Sorted(maps.Keys(c)) {
 		if key != patched {

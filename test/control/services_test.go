@@ -56,9 +56,9 @@ func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 	// For an honest service, the policies must accept the writes of both the peer and the manager.
 	serve(b, "shop", "10.244.1.5")
 	f := &seller{foe: &foe{a: a, b: b, c: c, namespace: a.tenant(b)}, peer: identityOf(t, b, a)}
-	f.untilServed("shop", "that is 10.244.1.5", f.here("10.244.1.5"))
-	a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
-	b.condition(a, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
+	f.untilServed("shop", "that is 10.244.1.5", f.addrAtA("10.244.1.5"))
+	a.waitCondition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
+	b.waitCondition(a, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
 	f.testExportWithoutService(t)
 	b.killManager()
 
@@ -76,9 +76,9 @@ func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 		{"foreign objects", f.testObjectsOfOthers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
-			in(t, a, b)
+			reportTo(t, a, b)
 			part.run(t)
-			f.harmless()
+			f.checkHarmless()
 		})
 		if t.Failed() {
 			return
@@ -112,8 +112,8 @@ type seller struct {
 	peer client.Client // client of a's API server with b's identity
 }
 
-// here returns the address at a of a pod of b.
-func (f *seller) here(address string) string {
+// addrAtA returns the address at a of a pod of b.
+func (f *seller) addrAtA(address string) string {
 	f.a.t.Helper()
 	remote := f.a.peering(f.b).Status.Remote
 	translationOf, ok := services.Remap{From: netip.MustParsePrefix(remote.PodCIDR), To: f.network()}.Map(netip.MustParseAddr(address))
@@ -176,8 +176,8 @@ func (f *seller) offer(s isthmus.ExportedService) error {
 	return f.put(services.ShardOf(keyFor(s)), s)
 }
 
-// refusal waits until a refuses a service, and returns a's answer.
-func (f *seller) refusal(shard string, key services.Key) (found isthmus.RefusedService) {
+// waitRefusal waits until a refuses a service, and returns a's answer.
+func (f *seller) waitRefusal(shard string, key services.Key) (found isthmus.RefusedService) {
 	f.a.t.Helper()
 	f.a.eventually(fmt.Sprintf("a refusal of %v in %s", key, shard), func() (string, bool) {
 		o := &isthmus.PeerServices{}
@@ -191,9 +191,9 @@ func (f *seller) refusal(shard string, key services.Key) (found isthmus.RefusedS
 	return found
 }
 
-// served returns the ready endpoints of a service in namespace prod of a, and whether there is a
-// ServiceImport.
-func (f *seller) served(name string) (addresses []string, imported bool) {
+// servedEndpoints returns the ready endpoints of a service in namespace prod of a, and whether
+// there is a ServiceImport.
+func (f *seller) servedEndpoints(name string) (addresses []string, imported bool) {
 	f.a.t.Helper()
 	var list discoveryv1.EndpointSliceList
 	f.a.list(&list, client.InNamespace("prod"), client.MatchingLabels{mcs.LabelServiceName: name})
@@ -213,24 +213,24 @@ func (f *seller) untilServed(name, what string, want ...string) {
 	f.a.t.Helper()
 	slices.Sort(want)
 	f.a.eventually(fmt.Sprintf("service %s: %s: %v", name, what, want), func() (string, bool) {
-		have, imported := f.served(name)
+		have, imported := f.servedEndpoints(name)
 		return fmt.Sprintf("imported: %v, with %v", imported, have), imported && slices.Equal(have, want)
 	})
 }
 
-// gone waits until no object exists for a service in namespace prod of a.
-func (f *seller) gone(name string) {
+// waitGone waits until no object exists for a service in namespace prod of a.
+func (f *seller) waitGone(name string) {
 	f.a.t.Helper()
 	f.a.eventually("an end of service "+name, func() (string, bool) {
-		have, imported := f.served(name)
+		have, imported := f.servedEndpoints(name)
 		derived := f.a.get(types.NamespacedName{Namespace: "prod", Name: services.DerivedName(services.Key{Namespace: "prod", Name: name})}, &corev1.Service{})
 		return fmt.Sprintf("imported: %v, Service: %v, endpoints %v", imported, derived, have), !imported && !derived && len(have) == 0
 	})
 }
 
-// harmless fails the test unless all objects of a's manager are in namespace prod, none of its
+// checkHarmless fails the test unless all objects of a's manager are in namespace prod, none of its
 // Services has a selector, and each endpoint is a pod of the cluster that exports it.
-func (f *seller) harmless() {
+func (f *seller) checkHarmless() {
 	f.a.t.Helper()
 	var all corev1.ServiceList
 	f.a.list(&all, client.HasLabels{isthmus.LabelService})
@@ -480,7 +480,7 @@ func (f *seller) testExports(t *testing.T) {
 		{"an address of another family", foreign, address("fd00::1")},
 		{"an address of IPv6 that is none", foreign, address("1:2:3")},
 		{"a mapped address of ours", foreign, func(s *service) { s.Subsets[0].Endpoints[0].Address = f.external(9) }},
-		{"a pod of b as a sees it", foreign, func(s *service) { s.Subsets[0].Endpoints[0].Address = f.here("10.244.0.9") }},
+		{"a pod of b as a sees it", foreign, func(s *service) { s.Subsets[0].Endpoints[0].Address = f.addrAtA("10.244.0.9") }},
 		{"a node of ours", foreign, address("198.51.100.10")},
 		{"our gateway", foreign, address("203.0.113.1")},
 		{"our API server's Service", foreign, address("10.96.0.1")},
@@ -572,10 +572,10 @@ func (f *seller) testExports(t *testing.T) {
 			t.Errorf("%s: %v", test.name, err)
 			continue
 		case test.reason == "":
-			f.untilServed(s.Name, test.name, f.here(s.Subsets[0].Endpoints[0].Address))
+			f.untilServed(s.Name, test.name, f.addrAtA(s.Subsets[0].Endpoints[0].Address))
 			table = append(table, tableRow(test.name, "taken", "-", ""))
 		default:
-			r := f.refusal(shard, key)
+			r := f.waitRefusal(shard, key)
 			if r.Reason != test.reason {
 				t.Errorf("%s: %+v; want %s", test.name, r, test.reason)
 			}
@@ -584,7 +584,7 @@ func (f *seller) testExports(t *testing.T) {
 			case foreign: // the Service exists without endpoints
 				f.untilServed(s.Name, test.name)
 			case metadata:
-				f.untilServed(s.Name, test.name, f.here("10.244.0.9"))
+				f.untilServed(s.Name, test.name, f.addrAtA("10.244.0.9"))
 				var i mcs.ServiceImport
 				f.a.get(key, &i)
 				if len(i.Labels) != 1 || i.Labels[isthmus.LabelService] != s.Name || len(i.Annotations) != 1 || i.Annotations[services.AnnotationDerived] != services.DerivedName(key) {
@@ -596,12 +596,12 @@ func (f *seller) testExports(t *testing.T) {
 				}
 			}
 		}
-		f.harmless()
+		f.checkHarmless()
 		if err := f.put(shard); err != nil {
 			t.Fatal(err)
 		}
 		if s.Namespace == "prod" {
-			f.gone(s.Name)
+			f.waitGone(s.Name)
 		}
 	}
 
@@ -618,12 +618,12 @@ func (f *seller) testExports(t *testing.T) {
 	if err := f.put(wrong, s); err != nil {
 		t.Fatal(err)
 	}
-	r := f.refusal(wrong, keyFor(s))
+	r := f.waitRefusal(wrong, keyFor(s))
 	if r.Reason != services.RefusedShard {
 		t.Errorf("a service in the wrong object: %+v; want %s", r, services.RefusedShard)
 	}
 	table = append(table, tableRow("a service in the wrong object", "meaning", r.Reason, r.Message))
-	if _, imported := f.served(s.Name); imported {
+	if _, imported := f.servedEndpoints(s.Name); imported {
 		t.Error("a service in the wrong object is served")
 	}
 	if err := f.put(wrong); err != nil {
@@ -672,7 +672,7 @@ func (f *seller) testBounds(t *testing.T) {
 		t.Fatalf("2,500 endpoints: %v", err)
 	}
 	f.a.eventually("2,500 endpoints", func() (string, bool) {
-		have, _ := f.served("great")
+		have, _ := f.servedEndpoints("great")
 		return fmt.Sprint(len(have)), len(have) == 2500
 	})
 	if took := f.change(); took > prompt {
@@ -681,7 +681,7 @@ func (f *seller) testBounds(t *testing.T) {
 	if err := f.put(shard); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("great")
+	f.waitGone("great")
 
 	// In the worst case, an honest exporter has 128 services with long names and metadata, and a
 	// refuses all of them. Even then the managedFields of both writers must stay within the limit
@@ -701,7 +701,7 @@ func (f *seller) testBounds(t *testing.T) {
 		if err := f.put("services-3", all...); err != nil {
 			t.Fatalf("128 services, round %d: %v", round, err)
 		}
-		f.refusal("services-3", keyFor(all[127]))
+		f.waitRefusal("services-3", keyFor(all[127]))
 	}
 	o := &isthmus.PeerServices{}
 	f.a.get(types.NamespacedName{Namespace: f.namespace, Name: "services-3"}, o)
@@ -737,7 +737,7 @@ func (f *seller) testAge(t *testing.T) {
 	}
 	s := exported("till", "10.244.0.9")
 	s.SessionAffinity = string(corev1.ServiceAffinityClientIP)
-	both := []string{"10.244.3.4", f.here("10.244.0.9")}
+	both := []string{"10.244.3.4", f.addrAtA("10.244.0.9")}
 
 	// A time in the future counts as now. So b's export is younger than ours, and ours determines
 	// the Service.
@@ -747,7 +747,7 @@ func (f *seller) testAge(t *testing.T) {
 	}
 	f.untilServed("till", "both clusters", both...)
 	affinity(corev1.ServiceAffinityNone)
-	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != string(mcs.ServiceExportReasonSessionAffinityConflict) {
+	if r := f.waitRefusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != string(mcs.ServiceExportReasonSessionAffinityConflict) {
 		t.Errorf("refused: %+v", r)
 	}
 	conflict(metav1.ConditionTrue, "it differs in "+f.b.name)
@@ -781,7 +781,7 @@ func (f *seller) testExportWithoutService(t *testing.T) {
 		return fmt.Sprintf("%+v", c), c != nil && c.Reason == string(mcs.ServiceExportReasonNoService)
 	})
 	serve(f.b, "second", "10.244.1.6")
-	f.untilServed("second", "beside an export without a Service", f.here("10.244.1.6"))
+	f.untilServed("second", "beside an export without a Service", f.addrAtA("10.244.1.6"))
 }
 
 // testObjectsOfOthers creates foreign objects with the names of a's own objects, and some with a's
@@ -800,7 +800,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 		}
 	}
 	offer()
-	f.untilServed("cart", "beside a slice with our labels", f.here("10.244.0.9"))
+	f.untilServed("cart", "beside a slice with our labels", f.addrAtA("10.244.0.9"))
 
 	label := func(o client.Object, value string) {
 		t.Helper()
@@ -811,18 +811,18 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	}
 	derived := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: services.DerivedName(keyFor(s))}}
 	label(derived, `"other"`)
-	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedForeign || !strings.Contains(r.Message, derived.Name) {
+	if r := f.waitRefusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedForeign || !strings.Contains(r.Message, derived.Name) {
 		t.Errorf("a Service of another name: %+v", r)
 	}
 	label(derived, `"cart"`)
 	s.Subsets[0].Endpoints[0].Address = "10.244.0.10"
 	offer()
-	f.untilServed("cart", "once its Service is ours again", f.here("10.244.0.10"))
+	f.untilServed("cart", "once its Service is ours again", f.addrAtA("10.244.0.10"))
 
 	var list discoveryv1.EndpointSliceList
 	f.a.list(&list, client.InNamespace("prod"), client.MatchingLabels{mcs.LabelServiceName: "cart"})
 	label(&list.Items[0], "null")
-	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedForeign || !strings.Contains(r.Message, list.Items[0].Name) {
+	if r := f.waitRefusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedForeign || !strings.Contains(r.Message, list.Items[0].Name) {
 		t.Errorf("a slice without our label: %+v", r)
 	}
 	before, began := f.writes(), time.Now()
@@ -835,7 +835,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	}
 	s.Subsets[0].Endpoints[0].Zone = "z" // causes an event, by which the manager notices the deleted slice; the deletion itself causes none
 	offer()
-	f.untilServed("cart", "once the slice is gone", f.here("10.244.0.10"))
+	f.untilServed("cart", "once the slice is gone", f.addrAtA("10.244.0.10"))
 	for range 2 { // foreign labels stay, and cause no writes
 		if err := f.a.client.Patch(t.Context(), derived, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"team":"blue"}}}`))); err != nil {
 			t.Fatal(err)
@@ -853,18 +853,18 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	imported := &mcs.ServiceImport{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "cart"}}
 	label(imported, "null") // makes the ServiceImport foreign, so the manager must delete all its objects that depend on it
 	f.a.eventually("an end of what depends on the ServiceImport", func() (string, bool) {
-		have, _ := f.served("cart")
+		have, _ := f.servedEndpoints("cart")
 		service := f.a.get(client.ObjectKeyFromObject(derived), &corev1.Service{})
 		return fmt.Sprintf("%v, Service %v", have, service), len(have) == 0 && !service
 	})
 	if err := f.a.client.Delete(t.Context(), imported); err != nil {
 		t.Fatal(err)
 	}
-	f.untilServed("cart", "once its name is free", f.here("10.244.0.10"))
+	f.untilServed("cart", "once its name is free", f.addrAtA("10.244.0.10"))
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("cart")
+	f.waitGone("cart")
 	if err := f.a.client.Delete(t.Context(), alike); err != nil {
 		t.Fatal(err)
 	}
@@ -876,17 +876,17 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	}
 	s = exported("sold-out", "10.244.0.9")
 	offer()
-	if r := f.refusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedFailed {
+	if r := f.waitRefusal(services.ShardOf(keyFor(s)), keyFor(s)); r.Reason != services.RefusedFailed {
 		t.Errorf("a service beyond the quota: %+v", r)
 	}
 	if err := f.a.client.Delete(t.Context(), quota); err != nil {
 		t.Fatal(err)
 	}
-	f.untilServed("sold-out", "without the quota", f.here("10.244.0.9"))
+	f.untilServed("sold-out", "without the quota", f.addrAtA("10.244.0.9"))
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("sold-out")
+	f.waitGone("sold-out")
 	f.testTimes(t)
 }
 
@@ -919,7 +919,7 @@ func (f *seller) testFlapping(t *testing.T) {
 	if err := f.offer(s); err != nil {
 		t.Fatal(err)
 	}
-	f.untilServed("flag", "at the beginning", f.here("10.244.0.9"), f.here("10.244.0.10"))
+	f.untilServed("flag", "at the beginning", f.addrAtA("10.244.0.9"), f.addrAtA("10.244.0.10"))
 	before, events, updates := f.writes(), f.events(), 0
 	began := time.Now()
 	for ; time.Since(began) < duration; updates++ {
@@ -933,7 +933,7 @@ func (f *seller) testFlapping(t *testing.T) {
 	if err := f.offer(s); err != nil {
 		t.Fatal(err)
 	}
-	f.untilServed("flag", "at the end", f.here("10.244.0.10"))
+	f.untilServed("flag", "at the end", f.addrAtA("10.244.0.10"))
 	done := f.writes() - before
 	t.Logf("%d updates in %v: %d writes of the manager; a change of c is applied after %v", updates, time.Since(began).Round(time.Millisecond), done, took)
 	// Each update causes one write of the slice and one of the status. c's change causes some more.
@@ -946,11 +946,11 @@ func (f *seller) testFlapping(t *testing.T) {
 	if n := f.events() - events; n > 10 {
 		t.Errorf("%d new Events", n)
 	}
-	f.quiet()
+	f.checkQuiet()
 	if err := f.put(services.ShardOf(keyFor(s))); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("flag")
+	f.waitGone("flag")
 }
 
 // testReplacement repeatedly deletes an export, and creates a different one.
@@ -973,7 +973,7 @@ func (f *seller) testReplacement(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	f.untilServed("ghost", "the last one", f.here(last))
+	f.untilServed("ghost", "the last one", f.addrAtA(last))
 	f.a.eventually("its addresses", func() (string, bool) {
 		var i mcs.ServiceImport
 		var derived corev1.Service
@@ -981,12 +981,12 @@ func (f *seller) testReplacement(t *testing.T) {
 		f.a.get(types.NamespacedName{Namespace: "prod", Name: services.DerivedName(keyFor(s))}, &derived)
 		return fmt.Sprintf("%+v, %+v", i.Spec, derived.Spec), i.Spec.Type == mcs.ClusterSetIP && len(i.Spec.IPs) > 0 && slices.Equal(i.Spec.IPs, derived.Spec.ClusterIPs)
 	})
-	f.quiet()
+	f.checkQuiet()
 	if err := f.put(name); err != nil {
 		t.Fatal(err)
 	}
-	f.gone("ghost")
-	f.a.ready(f.b)
+	f.waitGone("ghost")
+	f.a.waitReady(f.b)
 }
 
 // If a cluster does not share services, its peers have no permission to write PeerServices. Even so
@@ -1016,7 +1016,7 @@ func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 	if err := a.client.Patch(t.Context(), a.peering(b), patch); err != nil {
 		t.Fatal(err)
 	}
-	c := a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
+	c := a.waitCondition(b, isthmus.ConditionServicesShared, metav1.ConditionFalse, isthmus.ReasonNotSupported)
 	if !strings.Contains(c.Message, "isthmus install --services") {
 		t.Errorf("nothing is advised: %s", c.Message)
 	}
@@ -1027,7 +1027,7 @@ func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 		return fmt.Sprintf("%+v", ready), ready != nil && ready.Status == metav1.ConditionFalse && strings.Contains(ready.Message, "cluster b: ")
 	})
 	for _, s := range [][2]*site{{a, b}, {b, a}} {
-		if ready := s[0].has(s[1], isthmus.ConditionReady); ready.Status != metav1.ConditionTrue {
+		if ready := s[0].conditionOf(s[1], isthmus.ConditionReady); ready.Status != metav1.ConditionTrue {
 			t.Errorf("the Peering of %s is not Ready: %s: %s", s[0].name, ready.Reason, ready.Message)
 		}
 	}
@@ -1042,7 +1042,7 @@ func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 	}
 	f := &seller{foe: &foe{a: b, b: a}}
 	f.untilServed("shop", "that of a", "10.244.1.5")
-	a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
+	a.waitCondition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
 
 	// If services are turned off at a, a must withdraw its exported services.
 	if out, err := a.isthmus("install", "--without-workloads", "--services=false", "--kubeconfig", a.kubeconfig, "--cluster-name", a.name, "--cluster-id", a.id); err != nil {
@@ -1057,5 +1057,5 @@ func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 		b.list(&imports)
 		return fmt.Sprintf("%+v, %+v", offered.Items, imports.Items), len(offered.Items)+len(imports.Items) == 0
 	})
-	b.ready(a)
+	b.waitReady(a)
 }

@@ -71,7 +71,7 @@ type site struct {
 	services   bool     // whether Isthmus is installed with the sharing of services
 	via        string   // address by which the manager reaches the API server; empty: the server's own
 
-	own                   string // result of address; empty before its first call
+	own                   string // loopback address of this site; empty before the first call of address
 	health, metrics, ipam string // addresses of the manager
 
 	manager *exec.Cmd
@@ -405,8 +405,8 @@ func peer(t *testing.T, a, b *site, flags ...string) {
 	if out, err := a.isthmus(append([]string{"peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig}, flags...)...); err != nil {
 		t.Fatalf("isthmus peer %s %s: %v\n%s", a.name, b.name, err, out)
 	}
-	a.ready(b)
-	b.ready(a)
+	a.waitReady(b)
+	b.waitReady(a)
 }
 
 // unpeer un-peers two clusters by the command line.
@@ -431,15 +431,15 @@ func (s *site) peering(other *site) *isthmus.Peering {
 	return nil
 }
 
-// ready waits until the Peering with another cluster is Ready.
-func (s *site) ready(other *site) {
+// waitReady waits until the Peering with another cluster is Ready.
+func (s *site) waitReady(other *site) {
 	s.t.Helper()
-	s.condition(other, isthmus.ConditionReady, metav1.ConditionTrue, "")
+	s.waitCondition(other, isthmus.ConditionReady, metav1.ConditionTrue, "")
 }
 
-// condition waits until a condition of the Peering has the status and, unless it is empty, the
+// waitCondition waits until a condition of the Peering has the status and, unless it is empty, the
 // reason. It returns the condition.
-func (s *site) condition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
+func (s *site) waitCondition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
 	s.t.Helper()
 	var found *metav1.Condition
 	s.eventually(fmt.Sprintf("%s's Peering with %s: %s=%s %s", s.name, other.name, kind, status, reason), func() (string, bool) {
@@ -456,8 +456,9 @@ func (s *site) condition(other *site, kind string, status metav1.ConditionStatus
 	return found
 }
 
-// has returns a condition of the Peering with another cluster, or the zero value if there is none.
-func (s *site) has(other *site, kind string) metav1.Condition {
+// conditionOf returns a condition of the Peering with another cluster, or the zero value if there
+// is none.
+func (s *site) conditionOf(other *site, kind string) metav1.Condition {
 	s.t.Helper()
 	if p := s.peering(other); p != nil {
 		if c := meta.FindStatusCondition(p.Status.Conditions, kind); c != nil {
@@ -493,8 +494,8 @@ func (s *site) within(limit time.Duration, what string, f func() (have string, o
 	}
 }
 
-// in makes the sites report failures to the subtest t until t ends.
-func in(t *testing.T, sites ...*site) {
+// reportTo makes the sites report failures to the subtest t until t ends.
+func reportTo(t *testing.T, sites ...*site) {
 	for _, s := range sites {
 		before := s.t
 		s.t = t
@@ -550,7 +551,7 @@ func rejoin(sites ...*site) {
 	for _, s := range sites {
 		for _, other := range sites {
 			if s != other {
-				s.ready(other)
+				s.waitReady(other)
 			}
 		}
 	}
@@ -667,8 +668,8 @@ func (s *site) leftovers() (all []string) {
 	return all
 }
 
-// clean waits until no object of any peering is left.
-func (s *site) clean() {
+// waitClean waits until no object of any peering is left.
+func (s *site) waitClean() {
 	s.t.Helper()
 	s.eventually("no trace of a peering in "+s.name, func() (string, bool) {
 		all := s.leftovers()

@@ -47,7 +47,7 @@ func TestCoreDNSServesTheAddedZone(t *testing.T) {
 					t.Fatal(err)
 				}
 				if tokens := b.Tokens["cache"]; tokens != nil {
-					remembers(t, file, b.Keys, tokens)
+					checkCache(t, file, b.Keys, tokens)
 				}
 				options := slices.ContainsFunc(tokens, func(t caddyfile.Token) bool { return t.Text == "multicluster" })
 				if options && slices.Contains(k.Zones, "clusterset.local.") {
@@ -61,9 +61,9 @@ func TestCoreDNSServesTheAddedZone(t *testing.T) {
 	}
 }
 
-// remembers checks the cache for names that do not exist: it must not store those of our zone, but
+// checkCache checks the cache for names that do not exist: it must not store those of our zone, but
 // must store those of other zones.
-func remembers(t *testing.T, file string, keys []string, tokens []caddyfile.Token) {
+func checkCache(t *testing.T, file string, keys []string, tokens []caddyfile.Token) {
 	t.Helper()
 	c := caddy.NewTestController("dns", "")
 	c.Dispenser, c.ServerBlockKeys = caddyfile.NewDispenserTokens(file, tokens), keys

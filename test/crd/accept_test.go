@@ -139,7 +139,7 @@ func TestLiqoVariantsAreAccepted(t *testing.T) {
 		variants = append(variants, variant{"latency " + latency, "tunnelendpoint-connected", []change{set(latency, "status", "connection", "latency", "value")}})
 	}
 	for _, v := range variants {
-		obj := with(docs[v.golden], v.changes...)
+		obj := withChanges(docs[v.golden], v.changes...)
 		if _, errs := all[kindOf(obj)].put(obj); len(errs) > 0 {
 			t.Errorf("%s, %s: %v", v.golden, v.name, errs.ToAggregate())
 		}
@@ -153,7 +153,7 @@ func condition(kind string) object {
 
 func TestOmittedFieldsAreStoredWithTheirDefaults(t *testing.T) {
 	all, docs := servers(t), goldens(t)
-	te := with(docs["tunnelendpoint-connected"],
+	te := withChanges(docs["tunnelendpoint-connected"],
 		set(absent, "spec", "localNATPodCIDR"), set(absent, "spec", "localNATExternalCIDR"),
 		set(absent, "spec", "remoteNATPodCIDR"), set(nil, "spec", "remoteNATExternalCIDR"))
 	stored, errs := all["TunnelEndpoint"].put(te)
@@ -165,7 +165,7 @@ func TestOmittedFieldsAreStoredWithTheirDefaults(t *testing.T) {
 			t.Errorf("spec.%s is %v, want None", f, v)
 		}
 	}
-	stored, errs = all["NetworkConfig"].put(with(docs["networkconfig-local"], set(object{}, "status")))
+	stored, errs = all["NetworkConfig"].put(withChanges(docs["networkconfig-local"], set(object{}, "status")))
 	if len(errs) > 0 || get(stored, "status.processed") != false {
 		t.Errorf("status.processed is %v, want false (%v)", get(stored, "status.processed"), errs.ToAggregate())
 	}
@@ -182,15 +182,15 @@ func TestAnswerToPreviousNetworksDoesNotBlockChangesOfTheSpec(t *testing.T) {
 	if len(errs) > 0 {
 		t.Fatal(errs.ToAggregate())
 	}
-	moved := with(stored, set("10.64.0.0/14", "spec", "podCIDR"), set("10.68.0.0/14", "spec", "externalCIDR"))
+	moved := withChanges(stored, set("10.64.0.0/14", "spec", "podCIDR"), set("10.68.0.0/14", "spec", "externalCIDR"))
 	updated, errs := s.update(moved, stored)
 	if len(errs) > 0 {
 		t.Fatalf("the new spec: %v", errs.ToAggregate())
 	}
-	if _, errs = s.updateStatus(with(updated, set([]any{condition("Ready")}, "status", "conditions")), updated); len(errs) > 0 {
+	if _, errs = s.updateStatus(withChanges(updated, set([]any{condition("Ready")}, "status", "conditions")), updated); len(errs) > 0 {
 		t.Errorf("a condition beside the old answer: %v", errs.ToAggregate())
 	}
-	if _, errs = s.updateStatus(with(updated, set("10.66.0.0/16", "status", "podCIDRNAT")), updated); len(errs) == 0 {
+	if _, errs = s.updateStatus(withChanges(updated, set("10.66.0.0/16", "status", "podCIDRNAT")), updated); len(errs) == 0 {
 		t.Error("a new answer of the old length was accepted")
 	}
 }
@@ -249,7 +249,7 @@ func TestLargestObjectsStayWithinTheCostBudgetOfTheRules(t *testing.T) {
 		mappings[e] = fmt.Sprintf("fd00:1111:2222:4444:4444:5555:6666:%04x", i)
 		endpoints[e] = object{"ExternalCIDROriginalIP": mappings[e], "clusterMappings": object{strings.Repeat("c", 63): object{"ExternalCIDRNattedIP": mappings[e]}}}
 	}
-	nm := with(docs["natmapping"], set("fd00:1111:2222:4444::/64", "spec", "externalCIDR"), set(mappings, "spec", "clusterMappings"))
+	nm := withChanges(docs["natmapping"], set("fd00:1111:2222:4444::/64", "spec", "externalCIDR"), set(mappings, "spec", "clusterMappings"))
 	if _, errs := all["NatMapping"].put(nm); len(errs) > 0 {
 		t.Errorf("NatMapping: %v", errs.ToAggregate())
 	}
@@ -263,7 +263,7 @@ func TestLargestObjectsStayWithinTheCostBudgetOfTheRules(t *testing.T) {
 		configured[fmt.Sprintf("%063d", i)] = object{}
 		prefixes[fmt.Sprintf("%064d", i)] = "QUJD"
 	}
-	ipam := with(docs["ipamstorage"], set(subnets, "spec", "clusterSubnets"), set(configured, "spec", "natMappingsConfigured"),
+	ipam := withChanges(docs["ipamstorage"], set(subnets, "spec", "clusterSubnets"), set(configured, "spec", "natMappingsConfigured"),
 		set(prefixes, "spec", "prefixes"), set(endpoints, "spec", "endpointMappings"), set(list, "spec", "pools"), set(list, "spec", "reservedSubnets"))
 	if _, errs := all["IpamStorage"].put(ipam); len(errs) > 0 {
 		t.Errorf("IpamStorage: %v", errs.ToAggregate())

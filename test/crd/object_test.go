@@ -24,11 +24,11 @@ var absent absentValue
 
 func set(value any, path ...string) change { return change{path, value} }
 
-// at splits a path whose keys have no dots.
-func at(path string) []string { return strings.Split(path, ".") }
+// splitPath splits a path whose keys have no dots.
+func splitPath(path string) []string { return strings.Split(path, ".") }
 
-// with returns a copy of obj with the changes made.
-func with(obj object, changes ...change) object {
+// withChanges returns a copy of obj with the changes made.
+func withChanges(obj object, changes ...change) object {
 	obj = runtime.DeepCopyJSON(obj)
 	for _, c := range changes {
 		m := obj
@@ -53,7 +53,7 @@ func with(obj object, changes ...change) object {
 // get returns the value at a path whose keys have no dots, or nil.
 func get(obj object, path string) any {
 	var v any = obj
-	for _, key := range at(path) {
+	for _, key := range splitPath(path) {
 		m, _ := v.(object)
 		v = m[key]
 	}

@@ -106,7 +106,7 @@ func TestEachInvalidFieldOfAServiceIsRefused(t *testing.T) {
 	}
 	for _, test := range all {
 		service := exported("shop", 1)
-		put(service, at(test.field), test.value)
+		put(service, splitPath(test.field), test.value)
 		refused(fmt.Sprintf("%s=%.60q", test.field, fmt.Sprint(test.value)), peerServices(service), services+"."+test.field, test.message)
 	}
 
@@ -180,7 +180,7 @@ func TestLargestPeerServicesAreAccepted(t *testing.T) {
 	if len(errs) > 0 {
 		t.Fatal(errs.ToAggregate())
 	}
-	if _, errs := s.updateStatus(with(stored, set(refused, "status", "refused"), set(int64(1), "status", "observedGeneration")), stored); len(errs) > 0 {
+	if _, errs := s.updateStatus(withChanges(stored, set(refused, "status", "refused"), set(int64(1), "status", "observedGeneration")), stored); len(errs) > 0 {
 		t.Error(errs.ToAggregate())
 	}
 	one := exported("shop", 2500)
@@ -192,7 +192,7 @@ func TestLargestPeerServicesAreAccepted(t *testing.T) {
 	}
 	for _, address := range []string{"10.244.0.1", "0.0.0.0", "fd00::1", "::1", "fd00:1111:2222:3333:4444:5555:6666:7777"} {
 		service := exported("shop", 1)
-		put(service, at("subsets.endpoints.address"), address)
+		put(service, splitPath("subsets.endpoints.address"), address)
 		if _, errs := s.create(peerServices(service)); len(errs) > 0 {
 			t.Errorf("%s: %v", address, errs.ToAggregate())
 		}

@@ -42,7 +42,7 @@ const (
 func refusals() []refusal {
 	var all []refusal
 	add := func(golden, path string, value any, message string) {
-		all = append(all, refusal{golden, []change{set(value, at(path)...)}, path, message})
+		all = append(all, refusal{golden, []change{set(value, splitPath(path)...)}, path, message})
 	}
 	const nc, te, nm, ipam = "networkconfig-local", "tunnelendpoint-connected", "natmapping", "ipamstorage"
 
@@ -92,7 +92,7 @@ func refusals() []refusal {
 		for _, v := range []string{"10.128.0.0/17", "10.246.0.0/15", "fd00::/16"} {
 			add(nc, f, v, "must have the address family and prefix length of spec."+strings.TrimSuffix(strings.TrimPrefix(f, "status."), "NAT"))
 		}
-		all = append(all, refusal{nc, []change{set(absent, at(f)...)}, "status", "must be set if processed is true"})
+		all = append(all, refusal{nc, []change{set(absent, splitPath(f)...)}, "status", "must be set if processed is true"})
 	}
 	for _, c := range []struct{ golden, pod, external, field string }{
 		{nc, "spec.podCIDR", "spec.externalCIDR", "spec.externalCIDR"},
@@ -100,7 +100,7 @@ func refusals() []refusal {
 		{te, "spec.remotePodCIDR", "spec.remoteExternalCIDR", "spec.remoteExternalCIDR"},
 	} {
 		for _, v := range [][2]string{{"10.244.0.0/16", "10.244.0.0/16"}, {"10.244.0.0/16", "10.244.7.0/24"}, {"10.244.7.0/24", "10.244.0.0/16"}, {"fd00::/48", "fd00::/64"}} {
-			all = append(all, refusal{c.golden, []change{set(v[0], at(c.pod)...), set(v[1], at(c.external)...)}, c.field, "must not overlap"})
+			all = append(all, refusal{c.golden, []change{set(v[0], splitPath(c.pod)...), set(v[1], splitPath(c.external)...)}, c.field, "must not overlap"})
 		}
 	}
 
@@ -321,7 +321,7 @@ func TestEachRuleRefusesSomeHostileObject(t *testing.T) {
 	for _, r := range refusals() {
 		golden := docs[r.golden]
 		s := all[kindOf(golden)]
-		changed := with(golden, r.changes...)
+		changed := withChanges(golden, r.changes...)
 		errs := offer(s, golden, changed, r.field)
 		found := false
 		for _, err := range errs {

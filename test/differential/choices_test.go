@@ -45,8 +45,8 @@ func reference(p plan, from side, b []byte) (wire, out []byte) {
 	return wire, out
 }
 
-// untranslated checks that the kernel forwards packet b unchanged except for its TTL.
-func (x *exchange) untranslated(from side, b []byte) {
+// checkUntranslated checks that the kernel forwards packet b unchanged except for its TTL.
+func (x *exchange) checkUntranslated(from side, b []byte) {
 	x.Helper()
 	_, out := x.kernel.send(x.T, from, b)
 	if len(out) != 1 || !bytes.Equal(countUp(out[0], hopsToPod), b) {
@@ -54,8 +54,8 @@ func (x *exchange) untranslated(from side, b []byte) {
 	}
 }
 
-// onlyEngine checks that the engines translate packet b to want. It does not test the kernel.
-func (x *exchange) onlyEngine(from side, b, want []byte) {
+// checkEngineOnly checks that the engines translate packet b to want. It does not test the kernel.
+func (x *exchange) checkEngineOnly(from side, b, want []byte) {
 	x.Helper()
 	o := x.engines.send(x.T, from, b)
 	if len(o.out) != 1 || !bytes.Equal(o.out[0], want) {
@@ -115,8 +115,8 @@ func TestEngineTranslatesICMPErrorsWithoutAKnownFlow(t *testing.T) {
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("a flow of yesterday")))
 	_, arrived := reference(x.plan, A, sent)
 	e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, -1)
-	x.untranslated(B, e)
-	x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, -1))
+	x.checkUntranslated(B, e)
+	x.checkEngineOnly(B, e, icmpAboutSeen(sent, unreachable, 3, 0, -1))
 }
 
 func TestEngineTranslatesICMPErrorsThatQuoteOnlyTheIPHeader(t *testing.T) {
@@ -127,11 +127,11 @@ func TestEngineTranslatesICMPErrorsThatQuoteOnlyTheIPHeader(t *testing.T) {
 	for _, quote := range []int{0, 3, 4, 7} {
 		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
 		if quote < 4 { // the quote has no ports, by which the engine could find a flow
-			x.untranslated(B, e)
+			x.checkUntranslated(B, e)
 		} else if out := x.kernel.drops(x.T, B, e); len(out) > 0 { // the flow can be found, but the kernel does not translate so short a quote
 			x.Errorf("a quote of %d octets: the kernel was expected to drop the error:\n%s", quote, dump(out))
 		}
-		x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, quote))
+		x.checkEngineOnly(B, e, icmpAboutSeen(sent, unreachable, 3, 0, quote))
 	}
 }
 
@@ -173,7 +173,7 @@ func TestEngineKeepsTheSenderOfAnICMPErrorVisible(t *testing.T) {
 		x.plan.pod(B, 99): x.plan.podSeen(B, 99),
 	} {
 		e := icmpAbout(arrived, reporter, timeExceeded, 0, 0, 8)
-		x.onlyEngine(B, e, icmpAbout(sent, want, timeExceeded, 0, 0, 8))
+		x.checkEngineOnly(B, e, icmpAbout(sent, want, timeExceeded, 0, 0, 8))
 		if _, out := x.kernel.send(x.T, B, e); len(out) != 1 || source(out[0]) != dst {
 			t.Errorf("the kernel was expected to show %v as the sender:\n%s", dst, dump(out))
 		}
@@ -193,8 +193,8 @@ func TestEngineTranslatesPacketsThatConntrackCallsInvalid(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			run := x.in(t)
 			_, want := reference(x.plan, A, b)
-			run.untranslated(A, b)
-			run.onlyEngine(A, b, want)
+			run.checkUntranslated(A, b)
+			run.checkEngineOnly(A, b, want)
 		})
 	}
 }
@@ -211,7 +211,7 @@ func TestEngineKeepsAWrongTransportChecksumWrong(t *testing.T) {
 		at := headerLen(b) + map[uint8]int{protoUDP: 6, protoTCP: 16}[proto]
 		right := binary.BigEndian.Uint16(b[at:])
 		binary.BigEndian.PutUint16(b[at:], right^0x0100)
-		x.untranslated(A, b)
+		x.checkUntranslated(A, b)
 		_, want := reference(x.plan, A, b)
 		o := x.engines.send(x.T, A, b)
 		if len(o.out) != 1 {
@@ -252,20 +252,20 @@ func TestEngineUsesTheNetworkAddressOnlyForNAPT(t *testing.T) {
 func TestEngineAndKernelRefuseUnmappedExternalAddresses(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 8), nth(x.plan.extSeen[B], 99)
-	x.dropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+	x.sendDropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
 func TestPacketToNoPeerDoesNotEnterTheTunnel(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 9), address(0x08080808)
-	x.dropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+	x.sendDropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
 func TestEngineAndKernelRefuseRedirects(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 12)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
-	x.dropped(B, natengine.DropICMPError, icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1))
+	x.sendDropped(B, natengine.DropICMPError, icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1))
 }
 
 func TestICMPErrorWithAWrongChecksumIsRefusedByTheEngine(t *testing.T) {
@@ -277,5 +277,5 @@ func TestICMPErrorWithAWrongChecksumIsRefusedByTheEngine(t *testing.T) {
 	if o := x.engines.send(x.T, B, e); len(o.out) > 0 {
 		t.Errorf("RFC 5508 REQ-3: let through\n%s", dump(o.out))
 	}
-	x.untranslated(B, e)
+	x.checkUntranslated(B, e)
 }

@@ -60,8 +60,8 @@ func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 		x.Fatalf("%v: %d of %d packets went into the tunnel, dropped: %v\n%s", from, len(o.wire), len(packets), o.drops, dump(packets))
 	}
 	wire, out := x.kernel.send(x.T, from, packets...)
-	x.same(from, "on the wire", o.wire, wire, hopsToWire)
-	x.same(from, "at the destination", o.out, out, hopsToPod)
+	x.checkSame(from, "on the wire", o.wire, wire, hopsToWire)
+	x.checkSame(from, "at the destination", o.out, out, hopsToPod)
 	if len(packets) == 1 {
 		x.checkAddresses(from, packets[0], o.wire[0], o.out[0])
 		if p := partial(packets[0]); p != nil {
@@ -77,9 +77,9 @@ func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	return o.out
 }
 
-// same compares the results of the engines and of the kernel for one datagram, after it has
+// checkSame compares the results of the engines and of the kernel for one datagram, after it has
 // restored the TTL that the kernel decremented.
-func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops uint8) {
+func (x *exchange) checkSame(from side, where string, engine, kernel [][]byte, hops uint8) {
 	x.Helper()
 	k, ok := reassemble(kernel)
 	if !ok {
@@ -94,8 +94,8 @@ func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops u
 	}
 }
 
-// dropped sends packets that neither translator may forward.
-func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
+// sendDropped sends packets that neither translator may forward.
+func (x *exchange) sendDropped(from side, want natengine.Drop, packets ...[]byte) {
 	x.Helper()
 	if o := x.engines.send(x.T, from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
 		x.Errorf("%v: engine let through %d packets, dropped for %v, want %v", from, len(o.out), o.drops, want)

@@ -172,7 +172,7 @@ type exchange6 struct {
 // be those of the table in docs/liqo-v0.md, section 7.2.
 func (x *exchange6) send(t *testing.T, from side, b []byte, wireSrc, arrivedDst netip.Addr) []byte {
 	t.Helper()
-	o, wire, out := x.both(t, from, b)
+	o, wire, out := x.sendBoth(t, from, b)
 	if len(o.out) != 1 {
 		t.Fatalf("%v: engine %d packets, drops %v\n%s", from, len(o.out), o.drops, head(b))
 	}
@@ -191,7 +191,7 @@ func (x *exchange6) sendFragments(t *testing.T, from side, fragments [][]byte, w
 	t.Helper()
 	var engine, kernel [][]byte
 	for _, f := range fragments {
-		o, wire, out := x.both(t, from, f)
+		o, wire, out := x.sendBoth(t, from, f)
 		if len(o.wire) != 1 || !bytes.Equal(o.wire[0], wire) {
 			t.Fatalf("%v: engine and kernel differ on the wire, drops %v\nsent\n%skernel\n%s", from, o.drops, head(f), head(wire))
 		}
@@ -217,9 +217,9 @@ func wholeOf(t *testing.T, packets [][]byte) []byte {
 	return whole
 }
 
-// both sends a packet to the other side through both translators. It returns the kernel's
+// sendBoth sends a packet to the other side through both translators. It returns the kernel's
 // packets with the TTL that they had before the kernel decremented it.
-func (x *exchange6) both(t *testing.T, from side, b []byte) (o outcome, wire, out []byte) {
+func (x *exchange6) sendBoth(t *testing.T, from side, b []byte) (o outcome, wire, out []byte) {
 	t.Helper()
 	o = x.engines.send(t, from, b)
 	to := from.other()
@@ -255,7 +255,7 @@ func TestEngineEqualsKernelOverIPv6(t *testing.T) {
 			x := &exchange6{p, newKernel6(t, p, rules6), newEngines6(t, p), 1024}
 			for round := range randomRounds {
 				rng := rand.New(rand.NewPCG(uint64(i), uint64(round)))
-				if !t.Run(fmt.Sprint(round), func(t *testing.T) { x.random(t, rng) }) && !testing.Verbose() {
+				if !t.Run(fmt.Sprint(round), func(t *testing.T) { x.sendRandom(t, rng) }) && !testing.Verbose() {
 					t.Fatal("the other rounds of this plan would say the same")
 				}
 			}
@@ -263,8 +263,8 @@ func TestEngineEqualsKernelOverIPv6(t *testing.T) {
 	}
 }
 
-// For a kernel that only routes and for outbound prefix maps, fragments must stay as they are.
-// Inbound, the engine joins fragments, so only the datagrams must be equal.
+// Outbound prefix maps must leave fragments as they are, like a kernel that only routes. Inbound,
+// the engine joins fragments, so only the datagrams must be equal.
 func TestEngineEqualsKernelOnFragmentsOverIPv6(t *testing.T) {
 	for i, p := range plans6 {
 		t.Run(p.name, func(t *testing.T) {
@@ -287,9 +287,9 @@ func TestEngineEqualsKernelOnFragmentsOverIPv6(t *testing.T) {
 	}
 }
 
-// random sends one packet between two pods, from a node or to a mapped endpoint. Sometimes a
+// sendRandom sends one packet between two pods, from a node or to a mapped endpoint. Sometimes a
 // reply and an ICMP error follow.
-func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
+func (x *exchange6) sendRandom(t *testing.T, rng *rand.Rand) {
 	from := side(rng.IntN(2))
 	to := from.other()
 	src, shown := x.plan.pod(rng, from)

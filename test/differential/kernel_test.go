@@ -22,8 +22,8 @@ type kernel struct {
 // a busy machine, a kernel thread handles them, and that thread must wait for a processor.
 const patience = 30 * time.Second
 
-// hopsToWire and hopsToPod are the numbers by which the kernel has decremented a packet's TTL, in the
-// tunnel and at the receiving pod.
+// hopsToWire and hopsToPod are the numbers by which the kernel has decremented a packet's TTL, in
+// the tunnel and at the receiving pod.
 const (
 	hopsToWire = 1
 	hopsToPod  = 2
@@ -156,10 +156,10 @@ func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ..
 	return wire, out
 }
 
-// refuses injects a packet that the kernel should drop, and then the packet after, which it should
-// forward. Waiting for the second packet is faster than waiting for a timeout. refuses returns the
-// packets that arrived before the second one.
-func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
+// injectRefused injects a packet that the kernel should drop, and then the packet after, which it
+// should forward. Waiting for the second packet is faster than waiting for a timeout. injectRefused
+// returns the packets that arrived before the second one.
+func (k *kernel) injectRefused(t *testing.T, from side, b, after []byte) (through [][]byte) {
 	t.Helper()
 	to := k.pods[from.other()]
 	to.Drain(t)

@@ -104,9 +104,9 @@ func TestEngineIgnoresTCPWindows(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			run := x.in(t)
-			run.untranslated(A, b)
+			run.checkUntranslated(A, b)
 			_, want := reference(x.plan, A, b)
-			run.onlyEngine(A, b, want)
+			run.checkEngineOnly(A, b, want)
 		})
 	}
 	// None of these segments has ended the connection.
@@ -123,9 +123,9 @@ func TestEngineTranslatesARepeatedSynAckAfterASimultaneousOpen(t *testing.T) {
 	b := tcpSegmentOf(from, to, 100, 501, syn|ack, "")
 	x.send(A, b)
 	x.send(B, tcpSegmentOf(me, you, 501, 101, ack, ""))
-	x.untranslated(A, b)
+	x.checkUntranslated(A, b)
 	_, want := reference(x.plan, A, b)
-	x.onlyEngine(A, b, want)
+	x.checkEngineOnly(A, b, want)
 }
 
 func TestEngineKeepsARefusedConnectionForTheTransitoryTimeout(t *testing.T) {
@@ -136,7 +136,7 @@ func TestEngineKeepsARefusedConnectionForTheTransitoryTimeout(t *testing.T) {
 		return one(tcpSegmentOf(at(destination(b), 80), at(source(b), sourcePort(b)), 0, 101, rst|ack, ""))
 	})
 	b := icmpAbout(refusal, src, unreachable, 1, 0, 8)
-	x.untranslated(A, b)
+	x.checkUntranslated(A, b)
 	if o := x.engines.send(t, A, b); len(o.out) != 1 || source(o.out[0]) != x.plan.natIP(A) {
 		t.Errorf("engine, dropped %v\n%s", o.drops, dump(o.out))
 	}
@@ -156,7 +156,7 @@ func TestEngineDropsPacketsThatCannotBeginAFlow(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			run := x.in(t)
-			run.untranslated(A, c.b)
+			run.checkUntranslated(A, c.b)
 			if o := x.engines.send(t, A, c.b); !slices.Equal(o.drops, []natengine.Drop{c.want}) {
 				t.Errorf("engine: dropped %v, want %v\n%s", o.drops, c.want, dump(o.out))
 			}
@@ -197,7 +197,7 @@ func TestEngineRefusesRedirectsOfUntranslatedFlows(t *testing.T) {
 	src, dst := x.pods(A, 12)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
 	b := icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1)
-	x.untranslated(B, b)
+	x.checkUntranslated(B, b)
 	if o := x.engines.send(t, B, b); !slices.Equal(o.drops, []natengine.Drop{natengine.DropICMPError}) {
 		t.Errorf("engine: dropped %v\n%s", o.drops, dump(o.out))
 	}
@@ -249,5 +249,5 @@ func TestEngineAndKernelServeOnlyOneHostPerPortlessProtocol(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 10)
 	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))
-	x.dropped(A, natengine.DropProtocol, ip(header{}, x.plan.node(A, 8), dst, protoTest, []byte("first served")))
+	x.sendDropped(A, natengine.DropProtocol, ip(header{}, x.plan.node(A, 8), dst, protoTest, []byte("first served")))
 }

@@ -48,7 +48,7 @@ func (x *exchange) reply(to side, f flow, build func(arrived []byte) [][]byte) [
 	if len(o.out) == 0 {
 		x.Fatalf("%v: no reply came out of the engines, dropped: %v\n%s", to, o.drops, dump(build(f.engine)))
 	}
-	x.same(to, "reply at the sender", o.out, out, hopsToPod)
+	x.checkSame(to, "reply at the sender", o.out, out, hopsToPod)
 	for _, b := range o.out {
 		x.checkSums(b)
 	}

@@ -21,7 +21,7 @@ func TestEngineEqualsKernelOnRandomPackets(t *testing.T) {
 				rng := rand.New(rand.NewPCG(uint64(i), uint64(round)))
 				ok := t.Run(fmt.Sprint(round), func(t *testing.T) {
 					run := x.in(t)
-					run.random(rng)
+					run.sendRandom(rng)
 				})
 				if !ok && !testing.Verbose() {
 					t.Fatal("the other rounds of this plan would say the same")
@@ -31,8 +31,8 @@ func TestEngineEqualsKernelOnRandomPackets(t *testing.T) {
 	}
 }
 
-// random sends one packet. Sometimes a reply or an ICMP error follows.
-func (x *exchange) random(rng *rand.Rand) {
+// sendRandom sends one packet. Sometimes a reply or an ICMP error follows.
+func (x *exchange) sendRandom(rng *rand.Rand) {
 	from := side(rng.IntN(2))
 	src, dst := x.pods(from, 1+rng.IntN(1<<20))
 	port := x.freshPort()

@@ -276,10 +276,10 @@ func (w *world) sendDatagram(c *talk, forward bool, build func(src, dst netip.Ad
 		return // the kernel removes a refused connection at once: a deliberate difference
 	}
 	if w.rng.IntN(20) == 0 && !w.plan.v6() {
-		w.refused(c, forward, arrived)
+		w.sendRefused(c, forward, arrived)
 	}
 	if w.rng.IntN(4) == 0 {
-		w.complain(c, forward, sent, arrived)
+		w.sendError(c, forward, sent, arrived)
 	}
 }
 
@@ -330,9 +330,9 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 	return arrived
 }
 
-// complain sends an ICMP error about a datagram from its receiver to its sender. It quotes all
-// of the datagram or a part.
-func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
+// sendError sends an ICMP error about a datagram from its receiver to its sender. It quotes all of
+// the datagram or a part.
+func (w *world) sendError(c *talk, forward bool, sent, arrived [judges][]byte) {
 	w.Helper()
 	type fault struct {
 		kind, code uint8
@@ -374,8 +374,8 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	}
 }
 
-// refused makes the receiver of a datagram send a packet that both translators must drop.
-func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
+// sendRefused makes the receiver of a datagram send a packet that both translators must drop.
+func (w *world) sendRefused(c *talk, forward bool, arrived [judges][]byte) {
 	w.Helper()
 	from := c.side
 	if forward {
@@ -409,7 +409,7 @@ func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 	}
 	dst := p.podSeen(to, 1)
 	after := ip(header{id: 0xfffe}, p.pod(from, 1), dst, protoUDP, udp(p.pod(from, 1), dst, 7, 7, nil))
-	if out := w.kernel.refuses(w.T, from, what.b(arrived[byKernel]), after); len(out) > 0 {
+	if out := w.kernel.injectRefused(w.T, from, what.b(arrived[byKernel]), after); len(out) > 0 {
 		w.Fatalf("step %d, %s: the kernel let through\n%s", w.steps, what.name, dump(out))
 	}
 }

@@ -70,7 +70,7 @@ func TestNodesRefuseAllocatedNetworksAndSnifferReportsLeaks(t *testing.T) {
 	must(t, a.Start(t.Context(), fleet.Agent(at)))
 	unanswered(t, from, to)
 	must(t, a.Start(t.Context(), fleet.Manager))
-	ready(t, a, b)
+	waitReady(t, a, b)
 	podsToPods(t, a, b)
 }
 

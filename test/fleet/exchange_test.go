@@ -91,8 +91,8 @@ var stages = []stage{
 	{"the former key is erased", false, &corev1.SecretList{}, stored(func(x keyExchange, s postquantum.State) bool { return s.Use.ID != x.before && !s.Changing() }), higherManager},
 }
 
-// await starts to wait for a stage and returns. As soon as the stage is visible, it calls do. The
-// returned function waits for that call and returns its error.
+// await starts to wait for a stage and returns. As soon as the stage is visible, a goroutine calls
+// do. The returned function waits for that call and returns its error.
 func (s stage) await(t *testing.T, x keyExchange, do func() error) func() error {
 	t.Helper()
 	at := x.lower
@@ -130,9 +130,9 @@ func networkConfig(t *testing.T, at *fleet.Cluster, labels client.MatchingLabels
 	return &list.Items[0]
 }
 
-// begins makes the lower side start an exchange. For that, it changes an answer that the lower side
+// begin makes the lower side start an exchange. For that, it changes an answer that the lower side
 // has already accepted: the one in its copy of the other side's NetworkConfig.
-func (x keyExchange) begins(t *testing.T) {
+func (x keyExchange) begin(t *testing.T) {
 	t.Helper()
 	answer := networkConfig(t, x.lower, client.MatchingLabels{v1alpha1.LabelOriginID: x.higher.ID})
 	was := states(t, x.lower)[x.higher.ID].ID
@@ -148,11 +148,11 @@ func (x keyExchange) begins(t *testing.T) {
 	})
 }
 
-// settled waits until both sides and their sessions use the key of one exchange other than
+// waitSettled waits until both sides and their sessions use the key of one exchange other than
 // x.before, and no state of the exchange is left. It returns the ID of that exchange.
-func (x keyExchange) settled(t *testing.T) (id string) {
+func (x keyExchange) waitSettled(t *testing.T) (id string) {
 	t.Helper()
-	id = preshared(t, x.lower, x.higher, x.before)
+	id = waitPreshared(t, x.lower, x.higher, x.before)
 	eventually(t, "one key at both sides", func() error {
 		one, other := states(t, x.lower)[x.higher.ID], states(t, x.higher)[x.lower.ID]
 		if one.Use != other.Use || one.Use.ID != id {
@@ -180,7 +180,7 @@ func everyStepOfAnExchange(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster, fr
 			}
 			t.Run(s.name+"/"+fault, func(t *testing.T) {
 				x.before = ""
-				x.before = x.settled(t)
+				x.before = x.waitSettled(t)
 				x.sent = networkConfig(t, x.lower, client.MatchingLabels{v1alpha1.LabelReplication: "true"}).Spec.BackendConfig["kem0"]
 				c, name := x.lower, fleet.Manager
 				switch fault {
@@ -191,7 +191,7 @@ func everyStepOfAnExchange(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster, fr
 				}
 				traffic := talk(t, from, to, at)
 				came := s.await(t, x, func() error { return c.Kill(name) })
-				x.begins(t)
+				x.begin(t)
 				if err := came(); err != nil {
 					t.Fatal(err)
 				}
@@ -205,7 +205,7 @@ func everyStepOfAnExchange(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster, fr
 						return nil
 					})
 				}
-				x.settled(t)
+				x.waitSettled(t)
 				if name == fleet.Manager {
 					traffic.endWithoutLoss(t)
 					return
@@ -217,6 +217,6 @@ func everyStepOfAnExchange(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster, fr
 			})
 		}
 	}
-	statusSays(t, f, a, "ML-KEM-768")
-	statusSays(t, f, b, "ML-KEM-768")
+	waitStatus(t, f, a, "ML-KEM-768")
+	waitStatus(t, f, b, "ML-KEM-768")
 }

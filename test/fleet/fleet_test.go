@@ -38,9 +38,9 @@ func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 // cores, and tests would fail.
 var seats = make(chan struct{}, 1)
 
-// up creates a fleet for the test. It makes the test run in parallel with others. If the test
-// fails, it prints the last lines of all logs. The test fails if a node has sent a packet for a
-// peer in the clear.
+// up creates a fleet for the test. The test then runs in parallel with others. If it fails, up
+// prints the last lines of all logs. The test fails if a node has sent a packet for a peer in the
+// clear.
 func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 	t.Helper()
 	return upWith(t, fleet.Options{Spec: spec})
@@ -103,10 +103,10 @@ func isthmus(t *testing.T, f *fleet.Fleet, args ...string) {
 func peer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	t.Helper()
 	isthmus(t, f, "peer", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
-	ready(t, a, b)
+	waitReady(t, a, b)
 }
 
-func ready(t *testing.T, a, b *fleet.Cluster) {
+func waitReady(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
 		if err := pair[0].WaitReady(t.Context(), pair[1], patience); err != nil {

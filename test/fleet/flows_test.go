@@ -44,10 +44,10 @@ func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 	} {
 		for _, c := range []*fleet.Cluster{a, b} {
 			if c == a {
-				eventually(t, "votes", func() error { return voting(t, a, 3) })
+				eventually(t, "votes", func() error { return checkVoting(t, a, 3) })
 			}
 			was := active(t, c)
-			eventually(t, "the standby's copy", func() error { return copied(t, c, 1-was, 2*(len(c.Nodes)+2)) })
+			eventually(t, "the standby's copy", func() error { return checkCopied(t, c, 1-was, 2*(len(c.Nodes)+2)) })
 			time.Sleep(2 * time.Second) // established flows are copied to the standby once a second
 			must(t, end.do(c, fleet.Gateway(was)))
 			if end.restarts {
@@ -72,9 +72,9 @@ func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 	}
 }
 
-// copied returns an error unless gateway i of a cluster has copied at least the wanted number of
-// flows from the active gateway.
-func copied(t *testing.T, c *fleet.Cluster, i, want int) error {
+// checkCopied returns an error unless gateway i of a cluster has copied at least the wanted number
+// of flows from the active gateway.
+func checkCopied(t *testing.T, c *fleet.Cluster, i, want int) error {
 	text, err := c.GatewayHost(i).Get(t.Context(), "http://127.0.0.1:5873/metrics")
 	if err != nil {
 		return err
@@ -197,7 +197,8 @@ func requireContinued(t *testing.T, all []*dialogue, after string) {
 // A server accepts connections for a test.
 type server interface {
 	network() string
-	// connect opens a connection from another host to an address of the server, and returns both ends.
+	// connect opens a connection from another host to an address of the server, and returns both
+	// ends.
 	connect(t *testing.T, from *lab.Host, src netip.AddrPort, at netip.Addr) (near, far net.Conn)
 }
 

@@ -178,8 +178,8 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 		during := startTraffic(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
 		time.Sleep(max(outage(), 15*time.Second)) // longer than the Lease, which lasts 7 s
-		says(t, a, was, 5872, "/readyz", "ok, active")
-		says(t, a, 1-was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(was))
+		waitResponse(t, a, was, 5872, "/readyz", "ok, active")
+		waitResponse(t, a, 1-was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(was))
 		heal()
 		time.Sleep(time.Second)
 		during.endWithoutLoss(t)
@@ -203,7 +203,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 			return nil
 		})
 		t.Logf("the standby took over after %.1f s", time.Since(begin).Seconds())
-		says(t, a, was, 5872, "/readyz", "503", "not sending: ")
+		waitResponse(t, a, was, 5872, "/readyz", "503", "not sending: ")
 		filter(t, a.GatewayHost(was), "")
 		heal()
 		begin = time.Now()
@@ -219,7 +219,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 		if stood > 30*time.Second { // the gateway sends a request every 2 s, with a timeout of 2.5 s
 			t.Errorf("it stood down after %v", stood)
 		}
-		ready(t, a, b)
+		waitReady(t, a, b)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
 		from, to := podOn(t, a, 2), podOn(t, b, 1)
@@ -296,7 +296,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 		_, err = firstPing(again, from.Host, back)
 		must(t, err)
 		t.Logf("and %.2f s after both gateways were restarted, one after the other", time.Since(begin).Seconds())
-		ready(t, a, b)
+		waitReady(t, a, b)
 		time.Sleep(time.Second)
 		during.end(t)
 		podsToPods(t, a, b)

@@ -35,7 +35,7 @@ func TestControlPlanesWorkThroughTheTunnel(t *testing.T) {
 	inBand := func(t *testing.T) {
 		t.Helper()
 		isthmus(t, f, "peer", "--in-band", "--services", "default", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	}
 
 	inBand(t)
@@ -52,11 +52,11 @@ func TestControlPlanesWorkThroughTheTunnel(t *testing.T) {
 			}
 		}
 	})
-	t.Run("OthersCannotUseTheTunnel", func(t *testing.T) { inBandIsClosed(t, a, b) })
+	t.Run("OthersCannotUseTheTunnel", func(t *testing.T) { checkInBandClosed(t, a, b) })
 	t.Run("ServicesAreSharedThroughTheTunnel", func(t *testing.T) {
 		exportShop(t, b)
-		lists(t, a, map[string]bool{b.Name: true}, b)
-		reached(t, a, b)
+		waitListed(t, a, map[string]bool{b.Name: true}, b)
+		fetchFromAll(t, a, b)
 	})
 	changesInBand(t, f, inBand)
 	partsInBand(t, f, inBand)
@@ -73,7 +73,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 			rotate(t, f, c)
 		}
 		traffic.endWithoutLoss(t)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("ImmediateKeyReplacementRequiresThePeerCommand", func(t *testing.T) {
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
@@ -89,7 +89,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	t.Run("FailoverIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		failOver(t, a)
 		waitForAddress(t, a, b)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("AddressChangeIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		var service corev1.Service
@@ -102,7 +102,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		delete(service.Annotations, v1alpha1.AnnotationOverrideAddress)
 		must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
 		waitForAddress(t, b, a)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("ConditionNamesTheCommandIfBothSidesFailOver", func(t *testing.T) {
 		startGateways(t, a)
@@ -110,7 +110,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		must(t, a.Kill(fleet.Gateway(was[0])))
 		must(t, b.Kill(fleet.Gateway(was[1])))
 		for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
-			tunnelDown(t, pair[0], pair[1], "our NetworkConfig has changed")
+			waitTunnelDown(t, pair[0], pair[1], "our NetworkConfig has changed")
 		}
 		inBand(t)
 		startGateways(t, a)
@@ -127,8 +127,8 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		eventually(t, "a has deleted its NetworkConfig at b", func() error {
 			return requireGone(t, b, v1alpha1.LabelOriginID, a.ID)
 		})
-		tunnelDown(t, b, a, "the peer has un-peered")
-		lists(t, a, map[string]bool{}, b)
+		waitTunnelDown(t, b, a, "the peer has un-peered")
+		waitListed(t, a, map[string]bool{}, b)
 		isthmus(t, f, "unpeer", "--timeout", patience.String(), "--context", b.Name, a.Name)
 	})
 	t.Run("BothPeeringsAreDeletedAtOnce", func(t *testing.T) {
@@ -185,9 +185,9 @@ func managerReachesPods(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// tunnelDown waits until the Peering reports, with the given reason, that the administrator must
-// run `isthmus peer --in-band`.
-func tunnelDown(t *testing.T, at, of *fleet.Cluster, why string) {
+// waitTunnelDown waits until the Peering reports, with the given reason, that the administrator
+// must run `isthmus peer --in-band`.
+func waitTunnelDown(t *testing.T, at, of *fleet.Cluster, why string) {
 	t.Helper()
 	eventually(t, "a reason at "+at.Name, func() error { return saysTunnelDown(t, at, of, why) })
 }
@@ -218,9 +218,9 @@ func failOver(t *testing.T, c *fleet.Cluster) {
 	})
 }
 
-// inBandIsClosed checks that pods and nodes of cluster a cannot connect to b's in-band port
+// checkInBandClosed checks that pods and nodes of cluster a cannot connect to b's in-band port
 // through the tunnel, or use the port of a's gateway for a's manager.
-func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
+func checkInBandClosed(t *testing.T, a, b *fleet.Cluster) {
 	p, err := a.Peering(t.Context(), b)
 	must(t, err)
 	external, err := netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen)

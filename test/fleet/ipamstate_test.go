@@ -131,7 +131,7 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 					}
 					return nil
 				})
-				ready(t, a, b)
+				waitReady(t, a, b)
 				during.endWithoutLoss(t)
 			})
 		}

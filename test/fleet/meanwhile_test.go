@@ -19,23 +19,23 @@ import (
 )
 
 // watched lists faults of TestDiagnoseNamesEachFault whose reports TestReportsAgreeWithTraffic
-// checks while they last. may lists the additional reports, as CLUSTER/HOP REASON, that are
-// acceptable until diagnose has evidence for the right one.
+// checks while they last. acceptable lists additional reports, as CLUSTER/HOP REASON. They are no
+// errors until diagnose has evidence for the right one.
 var watched = []struct {
-	fault string
-	may   []string
-	lasts time.Duration // duration of the fault; 0: half a minute
+	fault      string
+	acceptable []string
+	lasts      time.Duration // duration of the fault; 0: half a minute
 }{
 	{fault: "the policy of a node's chain FORWARD is DROP"},
-	{fault: "UDP is dropped on the way, in both directions", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel AnswersLost", "b/tunnel AnswersLost"},
+	{fault: "UDP is dropped on the way, in both directions", acceptable: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel AnswersLost", "b/tunnel AnswersLost"},
 		lasts: 70 * time.Second}, // long enough that agents notice the outage; they must not report a fault of the overlay
-	{fault: "a firewall in front of the peer drops UDP from here", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel PeerSilent"}},
-	{fault: "a path drops even packets of the minimum size", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PathMTU"}},
+	{fault: "a firewall in front of the peer drops UDP from here", acceptable: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel PeerSilent"}},
+	{fault: "a path drops even packets of the minimum size", acceptable: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PathMTU"}},
 	{fault: "the peer's API server does not answer"},
 	{fault: "a node is not ready"},
 	{fault: "a node's address changed"},
 	{fault: "the disk of a node is full, and its route agent starts again"},
-	{fault: "the active gateway is frozen (SIGSTOP), and another takes over", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/gateway GatewaySilent"}},
+	{fault: "the active gateway is frozen (SIGSTOP), and another takes over", acceptable: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/gateway GatewaySilent"}},
 	{fault: "the tenant namespace of the peering was deleted"},
 	{fault: "the peer's tenant namespace was deleted"},
 	{fault: "the gateways' Deployment was scaled to 0"},
@@ -93,11 +93,11 @@ func TestReportsAgreeWithTraffic(t *testing.T) {
 		tr := &troubles[at]
 		t.Run(strings.ReplaceAll(tr.fault, " ", "_"), func(t *testing.T) {
 			s.node = 0
-			said := s.meanwhile(t, tr, to, w.lasts)
+			said := s.recordMoments(t, tr, to, w.lasts)
 			well(t)
 			for _, m := range said {
 				t.Logf("%+v", m)
-				m.judge(t, tr, w.may)
+				m.judge(t, tr, w.acceptable)
 			}
 			all[tr.fault] = said
 		})
@@ -109,16 +109,16 @@ func TestReportsAgreeWithTraffic(t *testing.T) {
 	}
 }
 
-// meanwhile causes a fault, collects reports, repairs the fault after half a minute or more, and
-// collects reports again.
-func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr, lasts time.Duration) (said []moment) {
+// recordMoments causes a fault, collects reports, repairs the fault after half a minute or more,
+// and collects reports again.
+func (s *troubleSite) recordMoments(t *testing.T, tr *trouble, to netip.Addr, lasts time.Duration) (said []moment) {
 	ask := func(after string, at time.Time) {
 		time.Sleep(time.Until(at))
 		m := moment{After: after}
 		_, err := podOn(t, s.a, s.node).PingWith(t.Context(), to, lab.PingOptions{Wait: time.Second})
 		m.Traffic = err == nil
 		m.Status, _ = peeringStatus(t.Context(), s.Fleet, s.a)
-		m.Kubectl = s.ready(t)
+		m.Kubectl = s.readyColumn(t)
 		if m.Diagnose, _, err = diagnose(t.Context(), s.Fleet, s.a, s.b, true); err != nil {
 			m.Diagnose, _, _ = diagnose(t.Context(), s.Fleet, s.a, s.b, false) // b does not respond
 		}
@@ -139,8 +139,8 @@ func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr, lasts 
 	return said
 }
 
-// ready returns the column READY of `kubectl get peerings` in cluster a.
-func (s *troubleSite) ready(t *testing.T) string {
+// readyColumn returns the column READY of `kubectl get peerings` in cluster a.
+func (s *troubleSite) readyColumn(t *testing.T) string {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
 	p, err := s.a.Peering(ctx, s.b)
@@ -154,14 +154,14 @@ func (s *troubleSite) ready(t *testing.T) string {
 	return fmt.Sprintf("%s %s", c.Status, c.Reason)
 }
 
-func (m moment) judge(t *testing.T, tr *trouble, may []string) {
+func (m moment) judge(t *testing.T, tr *trouble, acceptable []string) {
 	t.Helper()
 	harmless := tr.ready || tr.alone == ""
 	if harmless && m.Traffic && (!strings.HasPrefix(m.Status, "yes") || !strings.HasPrefix(m.Kubectl, "True")) {
 		t.Errorf("after %s: traffic passes, and status says %q, kubectl %q", m.After, m.Status, m.Kubectl)
 	}
 	for _, hop := range m.Diagnose {
-		if hop != tr.alone && hop != tr.both && !slices.Contains(may, hop) {
+		if hop != tr.alone && hop != tr.both && !slices.Contains(acceptable, hop) {
 			t.Errorf("after %s: %s is blamed", m.After, hop)
 		}
 	}

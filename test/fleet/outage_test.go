@@ -39,7 +39,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		mappedEndpoint(t, a, b) // requires that managers write and gateways read again
 		mappedEndpoint(t, b, a)
 		t.Logf("endpoints of both sides are mapped %.2f s after the second restart", time.Since(begin).Seconds())
-		ready(t, a, b)
+		waitReady(t, a, b)
 		during.endWithoutLoss(t)
 		active(t, a)
 		active(t, b)
@@ -54,8 +54,8 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		last := len(b.Nodes) - 1
 		fresh := addPod(t, b, podOn(t, b, last))
 		from := remotePod(t, a)
-		// The Peering's status contains the network of b's pods at cluster a. The Peering exists even
-		// if no manager runs.
+		// The Peering's status contains the network of b's pods at cluster a. The Peering exists
+		// even if no manager runs.
 		addr := seen(t, a, b, fresh.Addr)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
@@ -67,7 +67,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		}
 		must(t, a.Start(t.Context(), fleet.Manager))
 		must(t, b.Start(t.Context(), fleet.Manager))
-		ready(t, a, b)
+		waitReady(t, a, b)
 		during.endWithoutLoss(t)
 		if now := seen(t, a, b, fresh.Addr); now != addr {
 			t.Errorf("after the managers' return the new pod is at %v; it was at %v", now, addr)
@@ -109,20 +109,20 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 			cancel()
 			must(t, err)
 			t.Logf("%s -> %s answers %.2f s after the restart of the gateways without an API server", from, to, took.Seconds())
-			forwardsFromSnapshot(t, a, was)
-			says(t, a, 1-was, 5872, "/readyz", "503")
-			says(t, a, 1-was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
+			waitSnapshot(t, a, was)
+			waitResponse(t, a, 1-was, 5872, "/readyz", "503")
+			waitResponse(t, a, 1-was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
 		}
 		during := talk(t, from, to, addr)
 		time.Sleep(3 * time.Second)
 		must(t, a.Server.Thaw())
-		ready(t, a, b)
+		waitReady(t, a, b)
 		mappedEndpoint(t, a, b)
 		during.endWithoutLoss(t)
 		if now := active(t, a); now != was {
 			t.Errorf("active: %s; want %s, which was all the time", a.Nodes[now], a.Nodes[was])
 		}
-		says(t, a, was, 5872, "/readyz", "ok, active")
+		waitResponse(t, a, was, 5872, "/readyz", "ok, active")
 		podsToPods(t, a, b)
 		podsToPods(t, b, a)
 	})
@@ -139,11 +139,11 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 		})
 		must(t, a.Launch(fleet.Gateway(was)))
 		time.Sleep(10 * time.Second) // by then, two requests to the API server have timed out after 2.5 s each
-		says(t, a, was, 5872, "/readyz", "503")
-		says(t, a, was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
+		waitResponse(t, a, was, 5872, "/readyz", "503")
+		waitResponse(t, a, was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
 		heal()
-		says(t, a, was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(1-was))
-		ready(t, a, b)
+		waitResponse(t, a, was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(1-was))
+		waitReady(t, a, b)
 		if now := active(t, a); now == was {
 			t.Errorf("active: %s; want its successor", a.Nodes[now])
 		}
@@ -162,19 +162,19 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 	})
 }
 
-// forwardsFromSnapshot waits until all HTTP endpoints of the gateway on node i report that it
+// waitSnapshot waits until all HTTP endpoints of the gateway on node i report that it
 // forwards from its snapshot.
-func forwardsFromSnapshot(t *testing.T, c *fleet.Cluster, i int) {
+func waitSnapshot(t *testing.T, c *fleet.Cluster, i int) {
 	t.Helper()
 	const words = "this gateway runs since "
-	says(t, c, i, 5872, "/readyz", "503", words)
-	says(t, c, i, 5873, "/status", words, `"ready": false`)
-	says(t, c, i, 5872, "/metrics", "isthmus_gateway_from_snapshot 1\n", "isthmus_gateway_active 1\n", "isthmus_gateway_source_ok 0\n")
-	says(t, c, i, 5872, "/healthz", "ok")
+	waitResponse(t, c, i, 5872, "/readyz", "503", words)
+	waitResponse(t, c, i, 5873, "/status", words, `"ready": false`)
+	waitResponse(t, c, i, 5872, "/metrics", "isthmus_gateway_from_snapshot 1\n", "isthmus_gateway_active 1\n", "isthmus_gateway_source_ok 0\n")
+	waitResponse(t, c, i, 5872, "/healthz", "ok")
 }
 
-// says waits until a response of the gateway on node i contains all of the words.
-func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...string) {
+// waitResponse waits until a response of the gateway on node i contains all of the words.
+func waitResponse(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%q of %s", words, c.Nodes[i]), func() error {
 		text, err := c.GatewayHost(i).Get(t.Context(), fmt.Sprintf("http://127.0.0.1:%d%s", port, path))
@@ -190,26 +190,26 @@ func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...str
 	})
 }
 
-// both is two traffics: remote between nodes without the active gateway, and near between nodes
-// with it.
-type both struct{ remote, near *traffic }
+// trafficPair is two traffics: remote runs between nodes without the active gateway, near between
+// nodes with it.
+type trafficPair struct{ remote, near *traffic }
 
-func startTraffic(t *testing.T, a, b *fleet.Cluster) both {
+func startTraffic(t *testing.T, a, b *fleet.Cluster) trafficPair {
 	t.Helper()
 	from, to := remotePod(t, a), remotePod(t, b)
 	back, forth := podOn(t, b, active(t, b)), podOn(t, a, active(t, a))
-	r := both{talk(t, from, to, seen(t, a, b, to.Addr)), talk(t, back, forth, seen(t, b, a, forth.Addr))}
+	r := trafficPair{talk(t, from, to, seen(t, a, b, to.Addr)), talk(t, back, forth, seen(t, b, a, forth.Addr))}
 	time.Sleep(time.Second) // let traffic run before the fault
 	return r
 }
 
-func (r both) endWithoutLoss(t *testing.T) {
+func (r trafficPair) endWithoutLoss(t *testing.T) {
 	t.Helper()
 	r.remote.endWithoutLoss(t)
 	r.near.endWithoutLoss(t)
 }
 
-func (r both) end(t *testing.T) [2]outcome {
+func (r trafficPair) end(t *testing.T) [2]outcome {
 	t.Helper()
 	return [2]outcome{r.remote.end(t), r.near.end(t)}
 }

@@ -92,7 +92,7 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 			}
 		}
 		if args[1] == "peer" {
-			ready(t, s.a, s.b)
+			waitReady(t, s.a, s.b)
 		}
 	}
 	if archives, _ := filepath.Glob(filepath.Join(dir, "isthmus-gather-*.tar.gz")); len(archives) != 1 {
@@ -133,7 +133,7 @@ func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 		words := strings.Fields(line)
 		return strings.Join(slices.Insert(words, 2, "--name", name), " ")
 	}
-	steps := strings.Split(lines[4], "; ") // up, other steps, down
+	steps := strings.Split(lines[4], "; ") // the first step starts the lab, the last one removes it
 	run(inLab(steps[0]))
 	t.Cleanup(func() {
 		cmd := exec.Command(filepath.Join(programs, "isthmus-lab"), "down", "--name", name)

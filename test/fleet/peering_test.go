@@ -52,7 +52,7 @@ func TestThreeClustersPeerAndUnpeer(t *testing.T) {
 	t.Run("MappedEndpointIsReached", func(t *testing.T) { mappedEndpoint(t, a, b) })
 	t.Run("GatewayPodAcceptsOverlayOnlyFromNodesAndNothingFromPeers", func(t *testing.T) { gatewaysPodIsClosed(t, a, b) })
 	t.Run("LargePacketsAndStreamsArriveComplete", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, b) })
-	t.Run("NoObjectIsWrittenWhenIdle", func(t *testing.T) { atRest(t, f) })
+	t.Run("NoObjectIsWrittenWhenIdle", func(t *testing.T) { checkAtRest(t, f) })
 	t.Run("NothingIsLeftAfterUnpeer", func(t *testing.T) {
 		during := startTraffic(t, a, c)
 		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")
@@ -70,7 +70,7 @@ func TestThreeClustersPeerAndUnpeer(t *testing.T) {
 		others.Wait()
 		for _, x := range f.Clusters {
 			endHolds(t, x)
-			sameInventory(t, x, had[x])
+			waitInventory(t, x, had[x])
 		}
 	})
 	t.Run("PeeringAgainWorks", func(t *testing.T) {
@@ -104,7 +104,7 @@ func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	if *long && took > 15*time.Second {
 		t.Errorf("the first ping was answered after %v; want 5 s on a machine of its own, 15 s anywhere", took)
 	}
-	ready(t, a, b)
+	waitReady(t, a, b)
 }
 
 // podsToPods connects pods on every node of a cluster to pods on every node of another cluster.
@@ -216,19 +216,19 @@ func largePackets(t *testing.T, at, of *fleet.Cluster) {
 	}
 }
 
-// atRest checks for twenty seconds that nothing is written to the API servers. The only exception
-// is the latency, which a gateway refreshes at most every 30 s for each peer. That causes one
-// write to a TunnelEndpoint and one to the Peering, or more if the check takes longer than 30 s.
-func atRest(t *testing.T, f *fleet.Fleet) {
+// checkAtRest checks for twenty seconds that nothing is written to the API servers. The only
+// exception is the latency, which a gateway refreshes at most every 30 s for each peer. That causes
+// one write to a TunnelEndpoint and one to the Peering, or more if the check takes longer.
+func checkAtRest(t *testing.T, f *fleet.Fleet) {
 	const quiet = 20 * time.Second
-	settled(t, f)
+	waitSettled(t, f)
 	before, began := map[*fleet.Cluster]glance{}, time.Now()
 	for _, c := range f.Clusters {
-		before[c] = look(t, c)
+		before[c] = readGlance(t, c)
 	}
 	time.Sleep(quiet)
 	for _, c := range f.Clusters {
-		was, is, refreshed := before[c], look(t, c), map[string]int{}
+		was, is, refreshed := before[c], readGlance(t, c), map[string]int{}
 		for name, version := range is.versions {
 			kind, _, _ := strings.Cut(name, " ")
 			switch {
@@ -264,8 +264,8 @@ type glance struct {
 	others    map[string]string // the rest of their status
 }
 
-// look returns a consistent glance: it repeats the reads until no object changed during them.
-func look(t *testing.T, c *fleet.Cluster) glance {
+// readGlance returns a consistent glance: it repeats the reads until no object changed during them.
+func readGlance(t *testing.T, c *fleet.Cluster) glance {
 	t.Helper()
 	for {
 		g := lookOnce(t, c)
@@ -304,8 +304,8 @@ func lookOnce(t *testing.T, c *fleet.Cluster) (g glance) {
 	return g
 }
 
-// settled waits until no object has changed for two seconds.
-func settled(t *testing.T, f *fleet.Fleet) {
+// waitSettled waits until no object has changed for two seconds.
+func waitSettled(t *testing.T, f *fleet.Fleet) {
 	t.Helper()
 	for _, c := range f.Clusters {
 		var last map[string]string

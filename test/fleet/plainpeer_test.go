@@ -38,7 +38,7 @@ func TestPlannedTakeoverKeepsTrafficWithPlainWireGuardPeer(t *testing.T) {
 	a, b := f.Clusters[0], f.Clusters[1]
 	withoutPresharedKeys(t, b)
 	peer(t, f, a, b)
-	eventually(t, "votes", func() error { return voting(t, a, 3) })
+	eventually(t, "votes", func() error { return checkVoting(t, a, 3) })
 	from, plain := podOn(t, a, 2), plainPeer(t, a, b)
 	_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return plain.Addr, nil })
 	must(t, err)
@@ -72,7 +72,8 @@ func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
 	}
 	ipCommand(t, node.Host, "rule", "flush") // removes the agents' rules, but not the rule for table local
 	ipCommand(t, node.Host, "rule", "add", "lookup", "main", "pref", "32766")
-	// Without this rule, probes of a's gateway, which nobody answers here, would leave in the clear.
+	// Without this rule, probes of a's gateway, which nobody answers here, would leave in the
+	// clear.
 	nft(t, node.Host, "flush ruleset; add table ip plain; add chain ip plain forward { type filter hook forward priority 0; policy drop; }")
 
 	device := fmt.Sprintf("ist%d", os.Getpid())

@@ -46,21 +46,21 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 	var exchange string
 
 	t.Run("PeerWithoutPresharedKeysConnectsWithoutOne", func(t *testing.T) {
-		statusSays(t, f, a, "none: the peer does not exchange preshared keys")
-		statusSays(t, f, b, "none: the Secret isthmus-system/isthmus-psk")
+		waitStatus(t, f, a, "none: the peer does not exchange preshared keys")
+		waitStatus(t, f, b, "none: the Secret isthmus-system/isthmus-psk")
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
 	t.Run("QuantumAttackerDecryptsTrafficWithoutPresharedKey", func(t *testing.T) {
 		c := correspond(t, a, b, [32]byte{})
-		statusSays(t, f, a, "none: the peer does not exchange preshared keys")
+		waitStatus(t, f, a, "none: the peer does not exchange preshared keys")
 		if n, certain := c.opened(); n != len(c.capture) || !certain {
 			t.Errorf("%d of %d messages opened, certain %v: want all", n, len(c.capture), certain)
 		}
 		for i := range 2 {
 			must(t, b.Start(t.Context(), fleet.Gateway(i)))
 		}
-		ready(t, a, b)
+		waitReady(t, a, b)
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
@@ -89,7 +89,7 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 			return nil
 		})
 		demand(t, a, b, peerings.PostQuantumPreferred)
-		ready(t, a, b)
+		waitReady(t, a, b)
 		time.Sleep(10 * time.Second) // until cluster b has noticed that cluster a lost the sessions of the second tunnel
 	})
 	t.Run("KeyIsIntroducedWithoutPacketLoss", func(t *testing.T) {
@@ -98,10 +98,10 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 		begin := time.Now()
 		must(t, b.Kill(fleet.Manager)) // restarts the manager, because its retry interval has grown
 		must(t, b.Start(t.Context(), fleet.Manager))
-		exchange = preshared(t, a, b, "")
+		exchange = waitPreshared(t, a, b, "")
 		t.Logf("a preshared key after %.1f s", time.Since(begin).Seconds())
-		statusSays(t, f, a, "ML-KEM-768")
-		statusSays(t, f, b, "ML-KEM-768")
+		waitStatus(t, f, a, "ML-KEM-768")
+		waitStatus(t, f, b, "ML-KEM-768")
 		traffic.endWithoutLoss(t)
 	})
 	t.Run("RequiredDoesNotAffectTrafficWithAKey", func(t *testing.T) {
@@ -118,7 +118,7 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 		demand(t, b, a, peerings.PostQuantumRequired)
 		time.Sleep(3 * time.Second)
 		traffic.endWithoutLoss(t)
-		ready(t, a, b)
+		waitReady(t, a, b)
 	})
 	t.Run("ManagerRecoversFromALostSecret", func(t *testing.T) {
 		demand(t, a, b, peerings.PostQuantumPreferred)
@@ -127,7 +127,7 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 		must(t, a.Kill(fleet.Manager))
 		must(t, a.Client.Delete(t.Context(), pskSecret()))
 		must(t, a.Start(t.Context(), fleet.Manager))
-		exchange = preshared(t, a, b, exchange)
+		exchange = waitPreshared(t, a, b, exchange)
 		traffic.endWithoutLoss(t)
 	})
 	t.Run("StandbyTakesOverWithTheKey", func(t *testing.T) {
@@ -139,17 +139,17 @@ func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 			}
 			return nil
 		})
-		preshared(t, a, b, "")
+		waitPreshared(t, a, b, "")
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
 	t.Run("EveryStepOfAnExchangeSurvivesACrash", func(t *testing.T) { everyStepOfAnExchange(t, f, a, b, from, to, at) })
-	t.Run("NoOutputContainsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
+	t.Run("NoOutputContainsAKey", func(t *testing.T) { checkNoKeyShown(t, f) })
 	t.Run("QuantumAttackerDecryptsNothingWithPresharedKey", func(t *testing.T) { // must be the last subtest: b has no gateway afterwards
-		preshared(t, a, b, "")
+		waitPreshared(t, a, b, "")
 		c := correspond(t, a, b, states(t, b)[a.ID].Use.Secret)
-		statusSays(t, f, a, "ML-KEM-768")
+		waitStatus(t, f, a, "ML-KEM-768")
 		if n, certain := c.opened(); n > 0 || certain {
 			t.Errorf("%d of %d messages opened, certain %v: want none", n, len(c.capture), certain)
 		}
@@ -206,10 +206,10 @@ func demand(t *testing.T, at, with *fleet.Cluster, what peerings.PostQuantum) {
 	})
 }
 
-// preshared waits until the gateways of two clusters report that all sessions between them use
+// waitPreshared waits until the gateways of two clusters report that all sessions between them use
 // the preshared key of the same exchange, which must not be the exchange before. It returns the
 // ID of that exchange.
-func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange string) {
+func waitPreshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange string) {
 	t.Helper()
 	eventually(t, "a preshared key", func() error {
 		one := endpointOf(t, a, b).Status.Connection.PeerConfiguration[v1alpha1.ConfigPreshared]
@@ -223,8 +223,8 @@ func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange strin
 	return exchange
 }
 
-// statusSays waits until `isthmus status -o wide` contains a text about the preshared key.
-func statusSays(t *testing.T, f *fleet.Fleet, at *fleet.Cluster, what string) {
+// waitStatus waits until `isthmus status -o wide` contains a text about the preshared key.
+func waitStatus(t *testing.T, f *fleet.Fleet, at *fleet.Cluster, what string) {
 	t.Helper()
 	eventually(t, what+" in the status of "+at.Name, func() error {
 		out, err := f.Isthmus(t.Context(), "status", "-o", "wide", "--context", at.Name) // status fails when a Peering is not ready
@@ -248,9 +248,9 @@ func states(t *testing.T, c *fleet.Cluster) map[string]postquantum.State {
 	return all
 }
 
-// noKeyIsShown checks that no output of the clusters contains a secret key, neither a current key
-// nor one in former.
-func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
+// checkNoKeyShown checks that no output of the clusters contains a secret key, neither a current
+// key nor one in former.
+func checkNoKeyShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 	t.Helper()
 	var private [][32]byte
 	for _, c := range f.Clusters {

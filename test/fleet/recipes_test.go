@@ -37,24 +37,24 @@ func TestCommandsOfRecipesPageWork(t *testing.T) {
 
 	follow(t, f, "A full mesh of clusters")
 	for _, pair := range [][2]*fleet.Cluster{{paris, oslo}, {paris, rome}, {oslo, rome}} {
-		ready(t, pair[0], pair[1])
+		waitReady(t, pair[0], pair[1])
 		podsToPods(t, pair[0], pair[1]) // podsToPods also compares the sources
 		podsToPods(t, pair[1], pair[0])
 	}
 
 	applyRecipe(t, oslo, "A NetworkPolicy for remote pods")
-	admitsParisOnly(t, paris, oslo, rome, "database")
+	checkAdmitsParisOnly(t, paris, oslo, rome, "database")
 
 	exportShop(t, oslo)
 	follow(t, f, "One Service only")
 	applyRecipe(t, oslo, "One Service only")
-	admitsParisOnly(t, paris, oslo, rome, "local-pods-only", "shop-for-paris")
-	lists(t, paris, map[string]bool{"oslo": true}, oslo)
-	reached(t, paris, oslo)
+	checkAdmitsParisOnly(t, paris, oslo, rome, "local-pods-only", "shop-for-paris")
+	waitListed(t, paris, map[string]bool{"oslo": true}, oslo)
+	fetchFromAll(t, paris, oslo)
 
 	exportShop(t, rome)
 	isthmus(t, f, "peer", "--request-timeout", "1m", "--timeout", patience.String(), "--context", "paris", "--remote-context", "rome", "--services", "default")
-	lists(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
+	waitListed(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
 	must(t, oslo.Server.Freeze())
 	for _, name := range oslo.Components() {
 		must(t, oslo.Kill(name))
@@ -65,28 +65,28 @@ func TestCommandsOfRecipesPageWork(t *testing.T) {
 		}
 		return nil
 	})
-	lists(t, paris, map[string]bool{"oslo": false, "rome": true}, oslo, rome)
-	reached(t, paris, rome)
+	waitListed(t, paris, map[string]bool{"oslo": false, "rome": true}, oslo, rome)
+	fetchFromAll(t, paris, rome)
 	must(t, oslo.Server.Thaw())
 	for _, name := range oslo.Components() {
 		must(t, oslo.Launch(name))
 	}
 	follow(t, f, "A cluster that sleeps over the weekend")
-	ready(t, paris, oslo)
+	waitReady(t, paris, oslo)
 	podsToPods(t, paris, oslo)
-	lists(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
+	waitListed(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
 
 	before := seen(t, paris, oslo, podOn(t, oslo, 0).Addr)
 	must(t, f.Replace(t.Context(), oslo))
 	follow(t, f, "Replace a cluster")
-	ready(t, paris, oslo)
+	waitReady(t, paris, oslo)
 	podsToPods(t, paris, oslo)
 	podsToPods(t, oslo, paris)
 	if now := seen(t, paris, oslo, podOn(t, oslo, 0).Addr); now == before {
 		t.Errorf("paris gives the new cluster %v, an address of the former one", now)
 	}
 	exportShop(t, oslo)
-	lists(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
+	waitListed(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
 }
 
 // follow runs the commands of a recipe.
@@ -136,9 +136,9 @@ func applyRecipe(t *testing.T, c *fleet.Cluster, chapter string) {
 	}
 }
 
-// admitsParisOnly checks that policies of oslo, when enforced, admit pods of paris to the pods of
-// oslo, but not pods of rome.
-func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ...string) {
+// checkAdmitsParisOnly checks that policies of oslo, when enforced, admit pods of paris to the pods
+// of oslo, but not pods of rome.
+func checkAdmitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ...string) {
 	t.Helper()
 	var rules []networkingv1.NetworkPolicyIngressRule
 	for _, name := range policies {
@@ -149,7 +149,7 @@ func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ..
 	end := enforce(t, oslo, rules)
 	podsToPods(t, paris, oslo)
 	nodesToPods(t, paris, oslo)
-	refused(t, rome, oslo, podOn(t, rome, 0).Host)
+	checkRefused(t, rome, oslo, podOn(t, rome, 0).Host)
 	end()
 	podsToPods(t, rome, oslo) // without the policy these pods are admitted
 
@@ -159,7 +159,7 @@ func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ..
 	end = enforce(t, oslo, rules)
 	defer end()
 	podsToPods(t, paris, oslo)
-	refused(t, paris, oslo, paris.Nodes[0].Host)
+	checkRefused(t, paris, oslo, paris.Nodes[0].Host)
 }
 
 // enforce drops packets to the pods of a cluster from addresses that no rule admits, until end is
@@ -197,8 +197,8 @@ func enforce(t *testing.T, c *fleet.Cluster, rules []networkingv1.NetworkPolicyI
 	return func() { nft("delete table ip recipe") }
 }
 
-// refused checks that no pod of a cluster answers a host of another cluster.
-func refused(t *testing.T, at, of *fleet.Cluster, from *lab.Host) {
+// checkRefused checks that no pod of a cluster answers a host of another cluster.
+func checkRefused(t *testing.T, at, of *fleet.Cluster, from *lab.Host) {
 	t.Helper()
 	for i := range of.Nodes {
 		to := podOn(t, of, i)

@@ -53,10 +53,10 @@ func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 		during := startTraffic(t, a, b)
 		mappedEndpoint(t, a, b) // this mapping is newer than the backup, so the restored manager does not know it
 		must(t, b.Server.Restore(t.Context(), filepath.Join(days, "peered")))
-		ready(t, a, b)
+		waitReady(t, a, b)
 		during.endWithoutLoss(t) // no loss before components are restarted
 		restart()
-		ready(t, a, b)
+		waitReady(t, a, b)
 		podsToPods(t, a, b)
 		if now := networks(); now != was {
 			t.Errorf("the networks were %s, and are %s", was, now)

@@ -68,7 +68,7 @@ func TestComponentsUseAllTheirPermissions(t *testing.T) {
 	must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	must(t, a.Kill(fleet.Manager))
 	must(t, a.Start(t.Context(), fleet.Manager))
-	ready(t, a, b)
+	waitReady(t, a, b)
 	var service corev1.Service
 	must(t, b.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-gateway"}, &service))
 	must(t, b.Client.Patch(t.Context(), &service, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"liqo.io/override-port":"5899"}}}`))))

@@ -33,7 +33,7 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 	peer(t, f, a, b)
 	from, to := remotePod(t, a), remotePod(t, b)
 	at := seen(t, a, b, to.Addr)
-	exchange := preshared(t, a, b, "")
+	exchange := waitPreshared(t, a, b, "")
 	var former []keyring.Ring // all keys that existed so far
 	for _, c := range f.Clusters {
 		former = append(former, ringOf(t, c))
@@ -43,14 +43,14 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 		// Other load on the machine may cause losses in only one of the two runs, so without -long
 		// the test permits some and has three attempts. A rotation that closed a tunnel for a
 		// second would lose ten times as many.
-		length, every, streams, allowed, tries := 30*time.Second, 10*time.Second, 4, int64(300), 3
+		length, interval, streams, allowed, tries := 30*time.Second, 10*time.Second, 4, int64(300), 3
 		if *long {
-			length, every, streams, allowed, tries = 10*time.Minute, 20*time.Second, 50, 0, 1
+			length, interval, streams, allowed, tries = 10*time.Minute, 20*time.Second, 50, 0, 1
 		}
 		for try := range tries {
 			n := 0
-			control := echoes(t, from, to, at, streams, length, every, nil)
-			rotated := echoes(t, from, to, at, streams, length, every, func() {
+			control := echoes(t, from, to, at, streams, length, interval, nil)
+			rotated := echoes(t, from, to, at, streams, length, interval, func() {
 				rotate(t, f, []*fleet.Cluster{a, b}[n%2])
 				n++
 			})
@@ -62,10 +62,10 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 			}
 		}
 	})
-	t.Run("RotationChangesThePresharedKey", func(t *testing.T) { preshared(t, a, b, exchange) })
+	t.Run("RotationChangesThePresharedKey", func(t *testing.T) { waitPreshared(t, a, b, exchange) })
 	t.Run("EachClusterProvesPossessionOfItsKey", func(t *testing.T) {
-		proves(t, a, b)
-		proves(t, b, a)
+		waitProved(t, a, b)
+		waitProved(t, b, a)
 	})
 	t.Run("BothClustersRotateAtOnce", func(t *testing.T) {
 		traffic := talk(t, from, to, at)
@@ -101,7 +101,7 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 			t.Errorf("%v: %s", err, out)
 		}
 		former = append(former, ringOf(t, a))
-		noKeyIsShown(t, f, former...)
+		checkNoKeyShown(t, f, former...)
 		traffic := talk(t, from, to, at)
 		must(t, a.Start(t.Context(), fleet.Manager))
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--wait", patience.String())
@@ -112,7 +112,7 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
 	t.Run("APIServersStallDuringRotation", func(t *testing.T) {
-		before, exchange := ringOf(t, a), preshared(t, a, b, "")
+		before, exchange := ringOf(t, a), waitPreshared(t, a, b, "")
 		away := 7 * time.Second // first one API server alone, then both, then the other
 		if *long {
 			away = time.Minute
@@ -137,9 +137,9 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 			return nil
 		})
 		former = append(former, before)
-		preshared(t, a, b, exchange)
-		proves(t, a, b)
-		ready(t, a, b)
+		waitPreshared(t, a, b, exchange)
+		waitProved(t, a, b)
+		waitReady(t, a, b)
 		traffic.endWithoutLoss(t)
 	})
 	t.Run("RotateNowDiscardsTheOldKey", func(t *testing.T) {
@@ -156,7 +156,7 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 			}
 			return nil
 		})
-		ready(t, a, b)
+		waitReady(t, a, b)
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
@@ -182,12 +182,12 @@ func TestClustersRotateTheirKeys(t *testing.T) {
 		traffic.endWithoutLoss(t)
 		former = append(former, ringOf(t, a), keyring.Ring{Private: first})
 	})
-	t.Run("NoOutputContainsAKey", func(t *testing.T) { noKeyIsShown(t, f, former...) })
+	t.Run("NoOutputContainsAKey", func(t *testing.T) { checkNoKeyShown(t, f, former...) })
 }
 
-// proves waits until cluster a has proved to cluster b that it has the private keys for its
+// waitProved waits until cluster a has proved to cluster b that it has the private keys for its
 // public keys.
-func proves(t *testing.T, a, b *fleet.Cluster) {
+func waitProved(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "a proof of "+a.Name+"'s key at "+b.Name, func() error {
 		var list v1alpha1.NetworkConfigList
@@ -226,9 +226,9 @@ type loss struct{ sent, lost int64 }
 func (l loss) String() string { return fmt.Sprintf("%d of %d datagrams lost", l.lost, l.sent) }
 
 // echoes sends 1,000 datagrams a second to a pod that echoes them. In addition, TCP streams
-// transfer 6.5 Mbit/s in total, and none of them may break. If again is not nil, echoes calls it at
-// the interval every.
-func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length, every time.Duration, again func()) loss {
+// transfer 6.5 Mbit/s in total, and none of them may break. If action is not nil, echoes calls it
+// once in each interval.
+func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length, interval time.Duration, action func()) loss {
 	t.Helper()
 	echo, err := to.ListenPacket("udp4", to.Addr.String()+":0")
 	must(t, err)
@@ -269,11 +269,11 @@ func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length,
 	}
 	begin := time.Now()
 	var rotating sync.WaitGroup
-	if again != nil {
+	if action != nil {
 		rotating.Go(func() {
-			for next := begin.Add(every / 4); next.Before(begin.Add(length)); next = next.Add(every) {
+			for next := begin.Add(interval / 4); next.Before(begin.Add(length)); next = next.Add(interval) {
 				time.Sleep(time.Until(next))
-				again()
+				action()
 			}
 		})
 	}

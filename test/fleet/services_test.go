@@ -27,39 +27,39 @@ func TestThreeClustersShareAService(t *testing.T) {
 	for _, pair := range [][2]*fleet.Cluster{{a, b}, {a, c}, {b, c}} {
 		isthmus(t, f, "peer", "--request-timeout", "1m", "--timeout", patience.String(), "--services", "default",
 			"--context", pair[0].Name, "--remote-context", pair[1].Name)
-		ready(t, pair[0], pair[1])
+		waitReady(t, pair[0], pair[1])
 	}
 	exportShop(t, a)
 	exportShop(t, b)
 	both := map[string]bool{a.Name: true, b.Name: true}
 	for _, at := range f.Clusters {
-		lists(t, at, both, a, b)
+		waitListed(t, at, both, a, b)
 	}
-	reached(t, c, a, b)
-	reached(t, a, b)
-	reached(t, b, a)
+	fetchFromAll(t, c, a, b)
+	fetchFromAll(t, a, b)
+	fetchFromAll(t, b, a)
 
 	for i := range a.Nodes {
 		must(t, a.Kill(fleet.Gateway(i)))
 	}
 	for _, at := range []*fleet.Cluster{b, c} {
-		lists(t, at, map[string]bool{a.Name: false, b.Name: true}, a, b)
+		waitListed(t, at, map[string]bool{a.Name: false, b.Name: true}, a, b)
 	}
-	reached(t, c, b)
+	fetchFromAll(t, c, b)
 	for i := range a.Nodes {
 		must(t, a.Start(t.Context(), fleet.Gateway(i)))
 	}
 	for _, at := range f.Clusters {
-		lists(t, at, both, a, b)
+		waitListed(t, at, both, a, b)
 	}
-	reached(t, c, a, b)
+	fetchFromAll(t, c, a, b)
 
 	isthmus(t, f, "unpeer", "--timeout", patience.String(), "--context", a.Name, "--remote-context", c.Name)
-	lists(t, c, map[string]bool{b.Name: true}, a, b)
-	lists(t, a, both, a, b)
-	lists(t, b, both, a, b)
-	reached(t, c, b)
-	reached(t, b, a)
+	waitListed(t, c, map[string]bool{b.Name: true}, a, b)
+	waitListed(t, a, both, a, b)
+	waitListed(t, b, both, a, b)
+	fetchFromAll(t, c, b)
+	fetchFromAll(t, b, a)
 }
 
 // exportShop exports a Service whose endpoints are the first pod of each node.
@@ -91,9 +91,9 @@ func shopPods(t *testing.T, c *fleet.Cluster) (pods []*lab.Pod) {
 	return pods
 }
 
-// lists waits until the EndpointSlices of a cluster list exactly the pods of the clusters in
+// waitListed waits until the EndpointSlices of a cluster list exactly the pods of the clusters in
 // want, each with its translated address. The value in want is the wanted readiness.
-func lists(t *testing.T, at *fleet.Cluster, want map[string]bool, exporters ...*fleet.Cluster) {
+func waitListed(t *testing.T, at *fleet.Cluster, want map[string]bool, exporters ...*fleet.Cluster) {
 	t.Helper()
 	wanted := map[string]bool{}
 	for _, e := range exporters {
@@ -127,9 +127,9 @@ func lists(t *testing.T, at *fleet.Cluster, want map[string]bool, exporters ...*
 	})
 }
 
-// reached fetches a page from each endpoint of some exporters, using the addresses that a cluster
-// lists. The right pod must respond.
-func reached(t *testing.T, at *fleet.Cluster, exporters ...*fleet.Cluster) {
+// fetchFromAll fetches a page from each endpoint of some exporters, using the addresses that a
+// cluster lists. The right pod must respond.
+func fetchFromAll(t *testing.T, at *fleet.Cluster, exporters ...*fleet.Cluster) {
 	t.Helper()
 	from := podOn(t, at, 0)
 	for _, e := range exporters {

@@ -274,7 +274,8 @@ and by more than five.
 		time.Now().Format(time.DateOnly), runtime.Version(), total, h.table())
 }
 
-// plot draws each series, relative to its median in the second quarter, as SVG: a panel for each unit.
+// plot draws each series, relative to its median in the second quarter, as SVG: a panel for each
+// unit.
 func (h *history) plot() []byte {
 	const width, height, left, gap = 640, 120, 40, 34
 	panels := []string{"memory, MiB", "goroutines", "descriptors", "objects", "NAT flows"}

@@ -161,8 +161,8 @@ func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 	return has
 }
 
-// sameInventory waits until a cluster has the same inventory as before.
-func sameInventory(t *testing.T, c *fleet.Cluster, had []string) {
+// waitInventory waits until a cluster has the same inventory as before.
+func waitInventory(t *testing.T, c *fleet.Cluster, had []string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("what cluster %s had", c), func() error {
 		has, err := inventory(t.Context(), c)

@@ -49,12 +49,12 @@ type echo struct {
 	err error
 }
 
-// talk starts a traffic from one pod to another. at is the destination's address in the first
+// talk starts a traffic from one pod to another. addr is the destination's address in the first
 // pod's cluster.
-func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
+func talk(t *testing.T, from, to *lab.Pod, addr netip.Addr) *traffic {
 	t.Helper()
-	r, ctx, pings := stream(t, from, to, at, streamChunk)
-	r.done.Go(func() { r.ping(pings, ctx, from.Host, at) })
+	r, ctx, pings := stream(t, from, to, addr, streamChunk)
+	r.done.Go(func() { r.ping(pings, ctx, from.Host, addr) })
 	return r
 }
 

@@ -226,7 +226,7 @@ func TestDiagnoseNamesEachFault(t *testing.T) {
 		})
 	}
 	fine(t)
-	followed(t, s)
+	checkTrace(t, s)
 	saw := map[string]witness{}
 	if text, err := os.ReadFile(witnessed); err == nil {
 		must(t, json.Unmarshal(text, &saw))
@@ -253,8 +253,9 @@ func TestDiagnoseNamesEachFault(t *testing.T) {
 			w := witness{Seconds: int(time.Since(begin).Seconds()), Load: load(t)}
 			if !tr.unasked {
 				w.Event = warnings(t.Context(), a, begin)
-				// An agent writes the Event a second after it becomes unready. For the document, wait longer,
-				// because the manager reports only after it has watched the Lease for ten seconds.
+				// An agent writes the Event a second after it becomes unready. For the document,
+				// wait longer, because the manager reports only after it has watched the Lease for
+				// ten seconds.
 				wait := 5 * time.Second
 				if *update {
 					wait = 15 * time.Second
@@ -307,9 +308,9 @@ func load(t *testing.T) float64 {
 	return n
 }
 
-// followed checks the output of `isthmus trace` for a packet between two pods and its answer,
+// checkTrace checks the output of `isthmus trace` for a packet between two pods and its answer,
 // without a fault: with access to one side, to both, and by names.
-func followed(t *testing.T, s *troubleSite) {
+func checkTrace(t *testing.T, s *troubleSite) {
 	t.Helper()
 	from, to := s.a.Pods[0], s.b.Pods[len(s.b.Pods)-1]
 	there := seen(t, s.a, s.b, to.Addr)

@@ -31,22 +31,22 @@ import (
 // troubleSite is the pair of clusters in which faults are caused.
 type troubleSite struct {
 	*fleet.Fleet
-	a, b  *fleet.Cluster
-	saved client.Object // object that a fault has removed, for its repair
-	node  int           // index of the node with the fault, in cluster a
-	pulse func()        // ends background activity of the fault
+	a, b         *fleet.Cluster
+	saved        client.Object // object that a fault has removed, for its repair
+	node         int           // index of the node with the fault, in cluster a
+	stopActivity func()        // ends the background activity of the current fault
 }
 
-// far selects a node of cluster a without the active gateway. there returns it until the next
-// call.
-func (s *troubleSite) far(t *testing.T) *lab.Node {
+// selectFarNode selects a node of cluster a without the active gateway. After that, farNode returns
+// this node until the next call.
+func (s *troubleSite) selectFarNode(t *testing.T) *lab.Node {
 	t.Helper()
 	s.node = 1 - active(t, s.a)
 	return s.a.Nodes[s.node]
 }
 
-// answersCome waits until the agent of a node reports that the peer has answered its probes.
-func answersCome(t *testing.T, n *lab.Node) {
+// waitAnswers waits until the agent of a node reports that the peer has answered its probes.
+func waitAnswers(t *testing.T, n *lab.Node) {
 	t.Helper()
 	eventually(t, "an answer through the overlay to "+n.Name, func() error {
 		text, err := n.Get(t.Context(), "http://127.0.0.1:5875/status")
@@ -61,14 +61,14 @@ func answersCome(t *testing.T, n *lab.Node) {
 	})
 }
 
-// there returns the node of the last call of far.
-func (s *troubleSite) there() *lab.Node { return s.a.Nodes[s.node] }
+// farNode returns the node that selectFarNode has selected last.
+func (s *troubleSite) farNode() *lab.Node { return s.a.Nodes[s.node] }
 
-// talk makes a pod send echo requests until pulse is called, whether they are answered or not.
+// talk makes a pod send echo requests, whether they are answered or not. stopActivity ends them.
 func (s *troubleSite) talk(t *testing.T, from *lab.Pod, to netip.Addr) {
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	s.pulse = func() { stop(); <-done }
+	s.stopActivity = func() { stop(); <-done }
 	go func() {
 		defer close(done)
 		for ctx.Err() == nil {
@@ -81,10 +81,10 @@ func (s *troubleSite) talk(t *testing.T, from *lab.Pod, to netip.Addr) {
 	}()
 }
 
-// slow makes an API server stall most of the time until pulse is called.
+// slow makes an API server stall most of the time. stopActivity ends that.
 func (s *troubleSite) slow(t *testing.T, c *fleet.Cluster) {
 	stop, done := make(chan struct{}), make(chan struct{})
-	s.pulse = func() { close(stop); <-done }
+	s.stopActivity = func() { close(stop); <-done }
 	go func() {
 		defer close(done)
 		for {
@@ -109,9 +109,9 @@ func (s *troubleSite) slow(t *testing.T, c *fleet.Cluster) {
 	}()
 }
 
-// tooLarge makes the underlay drop large packets silently. If from is nil, this affects packets of
+// dropLarge makes the underlay drop large packets silently. If from is nil, this affects packets of
 // all gateways, otherwise packets of that node.
-func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
+func dropLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
 	t.Helper()
 	of := ""
 	if from != nil {
@@ -180,8 +180,8 @@ type trouble struct {
 	heals       func(t *testing.T, s *troubleSite)
 }
 
-// take removes an object and saves it for giveBack.
-func (s *troubleSite) take(t *testing.T, c *fleet.Cluster, o client.Object) {
+// removeObject removes an object and saves it for giveBack.
+func (s *troubleSite) removeObject(t *testing.T, c *fleet.Cluster, o client.Object) {
 	t.Helper()
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
 	s.saved = o.DeepCopyObject().(client.Object)
@@ -330,7 +330,7 @@ func gatewayNode(t *testing.T, c *fleet.Cluster) *lab.Node { return c.Nodes[acti
 var troubles = []trouble{
 	{
 		fault: "the Secret with the identity at the peer is gone", alone: "a/identity SecretMissing", both: "a/identity SecretMissing", short: true,
-		breaks: func(t *testing.T, s *troubleSite) { s.take(t, s.a, identitySecret(t, s)) },
+		breaks: func(t *testing.T, s *troubleSite) { s.removeObject(t, s.a, identitySecret(t, s)) },
 		heals:  func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
@@ -380,7 +380,7 @@ var troubles = []trouble{
 			})
 		},
 		heals: func(t *testing.T, s *troubleSite) {
-			s.take(t, s.a, identitySecret(t, s))
+			s.removeObject(t, s.a, identitySecret(t, s))
 			s.saved.(*corev1.Secret).Immutable = nil
 			s.giveBack(t, s.a)
 		},
@@ -413,7 +413,7 @@ var troubles = []trouble{
 	{
 		fault: "a route agent's Pod lacks CAP_NET_ADMIN", alone: "a/route agents", both: "a/route agents", says: "CAP_NET_ADMIN",
 		breaks: func(t *testing.T, s *troubleSite) {
-			s.far(t)
+			s.selectFarNode(t)
 			restartBroken(t, s.a, fleet.Agent(s.node), `set -- setpriv --bounding-set=-net_admin "$@"`)
 		},
 		heals: func(t *testing.T, s *troubleSite) { restartIntact(t, s.a, fleet.Agent(s.node)) },
@@ -487,21 +487,21 @@ var troubles = []trouble{
 	{
 		fault: "the manager has lost its rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-manager is not allowed to",
 		breaks: func(t *testing.T, s *troubleSite) {
-			s.take(t, s.a, &rbacv1.ClusterRoleBinding{ObjectMeta: object("", "isthmus-manager")})
+			s.removeObject(t, s.a, &rbacv1.ClusterRoleBinding{ObjectMeta: object("", "isthmus-manager")})
 		},
 		heals: func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
 		fault: "the gateway has lost its rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-gateway is not allowed to",
 		breaks: func(t *testing.T, s *troubleSite) {
-			s.take(t, s.a, &rbacv1.RoleBinding{ObjectMeta: object(fleet.Namespace, "isthmus-gateway")})
+			s.removeObject(t, s.a, &rbacv1.RoleBinding{ObjectMeta: object(fleet.Namespace, "isthmus-gateway")})
 		},
 		heals: func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
 		fault: "the route agents have lost their rights", alone: "a/rights RightsMissing", both: "a/rights RightsMissing", says: "isthmus-route-agent is not allowed to",
 		breaks: func(t *testing.T, s *troubleSite) {
-			s.take(t, s.a, &rbacv1.ClusterRoleBinding{ObjectMeta: object("", "isthmus-route-agent")})
+			s.removeObject(t, s.a, &rbacv1.ClusterRoleBinding{ObjectMeta: object("", "isthmus-route-agent")})
 		},
 		heals: func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
@@ -592,7 +592,7 @@ var troubles = []trouble{
 	},
 	{
 		fault: "the gateway's Service is gone", alone: "a/gateway ServiceMissing", both: "a/gateway ServiceMissing",
-		breaks: func(t *testing.T, s *troubleSite) { s.take(t, s.a, gatewayService()) },
+		breaks: func(t *testing.T, s *troubleSite) { s.removeObject(t, s.a, gatewayService()) },
 		heals:  func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
@@ -700,7 +700,7 @@ var troubles = []trouble{
 			s.saved = &corev1.Namespace{ObjectMeta: object("", tenant(t, s.a, s.b))}
 			must(t, s.a.Client.Delete(t.Context(), s.saved))
 		},
-		heals: func(t *testing.T, s *troubleSite) { ended(t, s.a, s.saved); peerAgain(t, s) },
+		heals: func(t *testing.T, s *troubleSite) { waitDeleted(t, s.a, s.saved); peerAgain(t, s) },
 	},
 	{
 		fault: "the peer's tenant namespace was deleted", alone: "a/identity Unauthorized", both: "b/peering LocalSetup",
@@ -708,7 +708,7 @@ var troubles = []trouble{
 			s.saved = &corev1.Namespace{ObjectMeta: object("", tenant(t, s.b, s.a))}
 			must(t, s.b.Client.Delete(t.Context(), s.saved))
 		},
-		heals: func(t *testing.T, s *troubleSite) { ended(t, s.b, s.saved); peerAgain(t, s) },
+		heals: func(t *testing.T, s *troubleSite) { waitDeleted(t, s.b, s.saved); peerAgain(t, s) },
 	},
 	{
 		fault: "the route agents are of another version", says: "have different versions",
@@ -743,111 +743,113 @@ var troubles = []trouble{
 	},
 	{
 		fault: "a path drops large packets from here to the peer, without an ICMP error", says: "drops larger packets",
-		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 1300) },
+		breaks: func(t *testing.T, s *troubleSite) { dropLarge(t, s, gatewayNode(t, s.a), 1300) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
 		fault: "a path drops large packets in both directions, without an ICMP error", says: "drops larger packets", fresh: true,
-		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, nil, 1300) },
+		breaks: func(t *testing.T, s *troubleSite) { dropLarge(t, s, nil, 1300) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
 		fault: "a path drops even packets of the minimum size", alone: "a/tunnel PathMTU", both: "a/tunnel PathMTU", fresh: true,
-		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 600) },
+		breaks: func(t *testing.T, s *troubleSite) { dropLarge(t, s, gatewayNode(t, s.a), 600) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
 		fault: "a packet filter on a node drops all forwarded packets",
 		breaks: func(t *testing.T, s *troubleSite) {
-			filter(t, s.far(t).Host, "add chain ip fault on { type filter hook forward priority 0; policy drop; }")
+			filter(t, s.selectFarNode(t).Host, "add chain ip fault on { type filter hook forward priority 0; policy drop; }")
 		},
-		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.farNode().Host, "") },
 	},
 	{
 		fault: "the policy of a node's chain FORWARD is DROP",
 		breaks: func(t *testing.T, s *troubleSite) {
-			nft(t, s.far(t).Host, "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }")
+			nft(t, s.selectFarNode(t).Host, "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }")
 		},
-		heals: func(t *testing.T, s *troubleSite) { nft(t, s.there().Host, "delete table ip filter") },
+		heals: func(t *testing.T, s *troubleSite) { nft(t, s.farNode().Host, "delete table ip filter") },
 	},
 	{
 		fault: "a CNI masquerades pods at the usual hook priority, srcnat",
 		breaks: func(t *testing.T, s *troubleSite) {
-			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority 100; }; add rule ip fault on masquerade")
+			filter(t, s.selectFarNode(t).Host, "add chain ip fault on { type nat hook postrouting priority 100; }; add rule ip fault on masquerade")
 		},
-		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.farNode().Host, "") },
 	},
 	{
 		fault: "another program masquerades pods before Isthmus exempts them", says: "PodsMasqueraded",
 		breaks: func(t *testing.T, s *troubleSite) {
-			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority -20; }; add rule ip fault on oifname != isthmus.vxlan masquerade")
+			filter(t, s.selectFarNode(t).Host, "add chain ip fault on { type nat hook postrouting priority -20; }; add rule ip fault on oifname != isthmus.vxlan masquerade")
 		},
-		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.farNode().Host, "") },
 	},
 	{
 		fault:  "somebody flushed the packet filter of a node",
-		breaks: func(t *testing.T, s *troubleSite) { nft(t, s.far(t).Host, "flush ruleset") },
+		breaks: func(t *testing.T, s *troubleSite) { nft(t, s.selectFarNode(t).Host, "flush ruleset") },
 		heals:  func(*testing.T, *troubleSite) {},
 	},
 	{
 		fault: "somebody deleted the policy rules of a node",
 		breaks: func(t *testing.T, s *troubleSite) {
-			ipCommand(t, s.far(t).Host, "rule", "flush", "protocol", "71")
+			ipCommand(t, s.selectFarNode(t).Host, "rule", "flush", "protocol", "71")
 		},
 		heals: func(*testing.T, *troubleSite) {},
 	},
 	{
 		fault: "a firewall on a node drops the overlay's UDP port towards the gateway", alone: "a/route agents", both: "a/route agents", says: "allow UDP 4800",
 		breaks: func(t *testing.T, s *troubleSite) {
-			filter(t, s.far(t).Host, "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4800 drop")
+			filter(t, s.selectFarNode(t).Host, "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4800 drop")
 		},
-		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.farNode().Host, "") },
 	},
 	{
 		fault: "a firewall on a node drops the overlay's UDP port from the gateway", alone: "a/route agents", both: "a/route agents", says: "allow UDP 4800",
 		breaks: func(t *testing.T, s *troubleSite) {
-			n := s.far(t)
-			answersCome(t, n)
+			n := s.selectFarNode(t)
+			waitAnswers(t, n)
 			s.talk(t, podOn(t, s.a, s.node), seen(t, s.a, s.b, s.b.Pods[0].Addr)) // without traffic the fault has no effect
 			filter(t, n.Host, "add chain ip fault on { type filter hook input priority 0; }; add rule ip fault on udp dport 4800 drop")
 		},
-		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, ""); s.pulse() },
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.farNode().Host, ""); s.stopActivity() },
 	},
 	{
 		fault: "a node got a route into a network of the peer", alone: "a/peering Overlap", both: "a/peering Overlap",
 		breaks: func(t *testing.T, s *troubleSite) {
-			ipCommand(t, s.far(t).Host, "route", "add", "blackhole", peersNetwork(t, s).String())
+			ipCommand(t, s.selectFarNode(t).Host, "route", "add", "blackhole", peersNetwork(t, s).String())
 		},
 		heals: func(t *testing.T, s *troubleSite) {
-			ipCommand(t, s.there().Host, "route", "del", "blackhole", peersNetwork(t, s).String())
+			ipCommand(t, s.farNode().Host, "route", "del", "blackhole", peersNetwork(t, s).String())
 		},
 	},
 	{
 		fault: "a Node object has an address that its machine does not have", alone: "a/route agents", both: "a/route agents",
 		breaks: func(t *testing.T, s *troubleSite) {
-			n := s.far(t)
+			n := s.selectFarNode(t)
 			addresses(t, s.a, n, otherAddress(n).String())
 		},
-		heals: func(t *testing.T, s *troubleSite) { addresses(t, s.a, s.there(), s.there().Addr.String()) },
+		heals: func(t *testing.T, s *troubleSite) { addresses(t, s.a, s.farNode(), s.farNode().Addr.String()) },
 	},
 	{
 		fault: "a node's address changed",
 		breaks: func(t *testing.T, s *troubleSite) {
-			n := s.far(t)
+			n := s.selectFarNode(t)
 			ipCommand(t, n.Host, "addr", "add", otherAddress(n).String()+"/24", "dev", "eth0")
 			addresses(t, s.a, n, otherAddress(n).String())
 		},
 		heals: func(t *testing.T, s *troubleSite) {
-			addresses(t, s.a, s.there(), s.there().Addr.String())
-			ipCommand(t, s.there().Host, "addr", "del", otherAddress(s.there()).String()+"/24", "dev", "eth0")
+			addresses(t, s.a, s.farNode(), s.farNode().Addr.String())
+			ipCommand(t, s.farNode().Host, "addr", "del", otherAddress(s.farNode()).String()+"/24", "dev", "eth0")
 		},
 	},
 	{
 		fault: "the MTU of a node's link was lowered to 1280",
 		breaks: func(t *testing.T, s *troubleSite) {
-			ipCommand(t, s.far(t).Host, "link", "set", "eth0", "mtu", "1280")
+			ipCommand(t, s.selectFarNode(t).Host, "link", "set", "eth0", "mtu", "1280")
 		},
-		heals: func(t *testing.T, s *troubleSite) { ipCommand(t, s.there().Host, "link", "set", "eth0", "mtu", "1500") },
+		heals: func(t *testing.T, s *troubleSite) {
+			ipCommand(t, s.farNode().Host, "link", "set", "eth0", "mtu", "1500")
+		},
 	},
 	{
 		fault: "the active gateway is frozen (SIGSTOP), and another takes over",
@@ -878,7 +880,7 @@ var troubles = []trouble{
 	},
 	{
 		fault: "a route agent is frozen (SIGSTOP)", alone: "a/route agents", both: "a/route agents",
-		breaks: func(t *testing.T, s *troubleSite) { s.far(t); must(t, s.a.Pause(fleet.Agent(s.node))) },
+		breaks: func(t *testing.T, s *troubleSite) { s.selectFarNode(t); must(t, s.a.Pause(fleet.Agent(s.node))) },
 		heals:  func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Agent(s.node))) },
 	},
 	{
@@ -889,7 +891,7 @@ var troubles = []trouble{
 	{
 		fault: "the disk of a node is full, and its route agent starts again", says: "SnapshotNotKept",
 		breaks: func(t *testing.T, s *troubleSite) {
-			s.far(t)
+			s.selectFarNode(t)
 			restartBroken(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
 		},
 		heals: func(t *testing.T, s *troubleSite) { restartIntact(t, s.a, fleet.Agent(s.node)) },
@@ -897,7 +899,7 @@ var troubles = []trouble{
 	{
 		fault: "the state directory of a route agent is read-only, and it starts again", says: "read-only file system",
 		breaks: func(t *testing.T, s *troubleSite) {
-			s.far(t)
+			s.selectFarNode(t)
 			restartBroken(t, s.a, fleet.Agent(s.node), "mount -t tmpfs -o ro none "+s.a.StateDirectory(fleet.Agent(s.node)))
 		},
 		heals: func(t *testing.T, s *troubleSite) { restartIntact(t, s.a, fleet.Agent(s.node)) },
@@ -905,12 +907,12 @@ var troubles = []trouble{
 	{
 		fault:  "this cluster's own API server is slow",
 		breaks: func(t *testing.T, s *troubleSite) { s.slow(t, s.a) },
-		heals:  func(_ *testing.T, s *troubleSite) { s.pulse() },
+		heals:  func(_ *testing.T, s *troubleSite) { s.stopActivity() },
 	},
 	{
 		fault:  "the peer's API server is slow",
 		breaks: func(t *testing.T, s *troubleSite) { s.slow(t, s.b) },
-		heals:  func(_ *testing.T, s *troubleSite) { s.pulse() },
+		heals:  func(_ *testing.T, s *troubleSite) { s.stopActivity() },
 	},
 	{
 		fault: "the peer publishes a wrong port, but can connect to our gateway",

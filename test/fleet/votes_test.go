@@ -28,7 +28,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 	}}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)
-	eventually(t, "votes", func() error { return voting(t, a, 3) })
+	eventually(t, "votes", func() error { return checkVoting(t, a, 3) })
 	time.Sleep(2 * time.Second) // until agents have read the Service
 	other := func(t *testing.T, was int) {
 		t.Helper()
@@ -54,9 +54,9 @@ func TestVotesElectTheGateway(t *testing.T) {
 		must(t, err)
 		t.Logf("%s -> %s answers %.2f s after the end of the gateway on %s", from, to, time.Since(begin).Seconds(), a.Nodes[was])
 		other(t, was)
-		tookOver(t, a, peerings.TakeoverNotHeard)
+		waitTakeover(t, a, peerings.TakeoverNotHeard)
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
-		eventually(t, "votes", func() error { return voting(t, a, 3) })
+		eventually(t, "votes", func() error { return checkVoting(t, a, 3) })
 		podsToPods(t, a, b)
 	})
 
@@ -76,7 +76,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 		t.Logf("%s -> %s answers after %.2f s", from, to, took.Seconds())
 		other(t, was)
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
-		eventually(t, "votes", func() error { return voting(t, a, 3) })
+		eventually(t, "votes", func() error { return checkVoting(t, a, 3) })
 		podsToPods(t, a, b)
 	})
 
@@ -108,7 +108,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 			o.Status = gone[i].Status
 			must(t, a.Client.Status().Update(t.Context(), &o))
 		}
-		eventually(t, "votes", func() error { return voting(t, a, 3) })
+		eventually(t, "votes", func() error { return checkVoting(t, a, 3) })
 		podsToPods(t, a, b)
 	})
 
@@ -118,7 +118,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 		during := startTraffic(t, a, b)
 		filter(t, a.GatewayHost(was), "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4801 drop")
 		other(t, was)
-		says(t, a, was, 5872, "/readyz", "503", "this standby cannot take over: of the 3 nodes that vote")
+		waitResponse(t, a, was, 5872, "/readyz", "503", "this standby cannot take over: of the 3 nodes that vote")
 		time.Sleep(time.Second)
 		for _, o := range during.end(t) {
 			if o.outage > takeover {
@@ -134,11 +134,11 @@ func TestVotesElectTheGateway(t *testing.T) {
 		for i := range 2 {
 			must(t, a.Kill(fleet.Agent(i)))
 		}
-		says(t, a, was, 5872, "/readyz", "503", "not sending: this gateway has no majority of the 3 nodes that vote")
+		waitResponse(t, a, was, 5872, "/readyz", "503", "not sending: this gateway has no majority of the 3 nodes that vote")
 		for i := range 2 {
 			must(t, a.Start(t.Context(), fleet.Agent(i)))
 		}
-		ready(t, a, b)
+		waitReady(t, a, b)
 		podsToPods(t, a, b)
 	})
 
@@ -163,14 +163,14 @@ func TestVotesElectTheGateway(t *testing.T) {
 		l := echoes(t, from, to, seen(t, a, b, to.Addr), 1, 4*time.Second, 4*time.Second, func() { must(t, a.Stop(fleet.Gateway(was))) })
 		other(t, was)
 		t.Logf("a planned move: %v", l)
-		tookOver(t, a, peerings.TakeoverReleased)
+		waitTakeover(t, a, peerings.TakeoverReleased)
 		for _, o := range during.end(t) {
 			if o.outage > takeover {
 				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
 			}
 		}
-		// The former gateway relays packets that nodes send to it after it has released the votes, so
-		// that they are not lost.
+		// The former gateway relays packets that nodes send to it after it has released the votes,
+		// so that they are not lost.
 		if n, err := a.Metric(t.Context(), "isthmus_gateway_relayed_packets_total", `result="taken"`); err != nil || n == 0 {
 			t.Errorf("%v packets of the former gateway were taken: %v", n, err)
 		}
@@ -179,8 +179,8 @@ func TestVotesElectTheGateway(t *testing.T) {
 	})
 }
 
-// tookOver waits until the Lease has the given reason why its holder is active.
-func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
+// waitTakeover waits until the Lease says that its holder became active for the given reason.
+func waitTakeover(t *testing.T, c *fleet.Cluster, reason string) {
 	t.Helper()
 	eventually(t, "the reason of the takeover", func() error {
 		var l coordinationv1.Lease
@@ -193,9 +193,9 @@ func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
 	})
 }
 
-// voting returns an error unless the given number of nodes vote, and the Lease, the Services and
-// both gateways show that.
-func voting(t *testing.T, c *fleet.Cluster, want int) error {
+// checkVoting returns an error unless the given number of nodes vote, and the Lease, the Services
+// and both gateways show that.
+func checkVoting(t *testing.T, c *fleet.Cluster, want int) error {
 	t.Helper()
 	if list := votersOf(t, c); len(list) != want {
 		return fmt.Errorf("voters: %v", list)

@@ -36,7 +36,7 @@ const pendingGateway = "gateway-pending"
 // status as the scheduler or a kubelet would.
 func noStandby(t *testing.T, s *troubleSite, setStatus func(*corev1.PodStatus)) {
 	t.Helper()
-	s.far(t)
+	s.selectFarNode(t)
 	wantGateways(t, s.a, 2)
 	must(t, s.a.DeleteGateway(t.Context(), s.node))
 	p := &corev1.Pod{ObjectMeta: object(fleet.Namespace, pendingGateway), Spec: corev1.PodSpec{
@@ -55,8 +55,8 @@ func standbyAgain(t *testing.T, s *troubleSite) {
 	must(t, s.a.AddGateway(t.Context(), s.node))
 }
 
-// ended waits until a deleted object no longer exists.
-func ended(t *testing.T, c *fleet.Cluster, o client.Object) {
+// waitDeleted waits until a deleted object no longer exists.
+func waitDeleted(t *testing.T, c *fleet.Cluster, o client.Object) {
 	t.Helper()
 	eventually(t, "the end of "+o.GetName(), func() error {
 		if err := c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o); !apierrors.IsNotFound(err) {

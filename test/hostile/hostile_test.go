@@ -60,8 +60,8 @@ var (
 	podsOfC = netip.MustParsePrefix("10.60.0.0/18")
 )
 
-// overflow are the reasons for drops of handshakes in a flood. Within its budgets the gateway refuses
-// them, beyond its budgets it drops them unread.
+// overflow lists the reasons under which the gateway counts the handshake messages of a flood. The
+// gateway refuses messages within its budgets, and drops all others unread.
 var overflow = []string{"handshake_queue", "handshake_key", "handshake_refused"}
 
 // A flood is a kind of messages that a test sends.
@@ -73,7 +73,7 @@ type flood struct {
 
 func TestAHostilePeerDoesNotAffectAnHonestOne(t *testing.T) {
 	s := newSite(t)
-	quiet := s.during(t, "quiet", func() { time.Sleep(2 * floodTime) })
+	quiet := s.pingDuring(t, "quiet", func() { time.Sleep(2 * floodTime) })
 	for _, f := range s.floods(t) {
 		t.Run(f.name, func(t *testing.T) {
 			p := s.flood(t, f, floodRate, floodTime)
@@ -87,7 +87,7 @@ func TestAHostilePeerDoesNotAffectAnHonestOne(t *testing.T) {
 			t.Logf("as many as fit: %.0f %% of the throughput, %d of %d pings lost, worst %v", 100*p.rate()/quiet.rate(), p.lost, p.pings, p.worst)
 		})
 	}
-	if p := s.during(t, "quiet again", func() { time.Sleep(floodTime) }); p.lost > p.pings/4 {
+	if p := s.pingDuring(t, "quiet again", func() { time.Sleep(floodTime) }); p.lost > p.pings/4 {
 		t.Errorf("%d of %d pings lost after the floods", p.lost, p.pings)
 	}
 }
@@ -387,8 +387,8 @@ type phase struct {
 
 func (p phase) rate() float64 { return float64(p.octets) / p.took.Seconds() }
 
-// during sends pings while f runs, and waits for the last answer.
-func (s *site) during(t *testing.T, name string, f func()) phase {
+// pingDuring sends pings while f runs, and waits for the last answer.
+func (s *site) pingDuring(t *testing.T, name string, f func()) phase {
 	ctx, cancel := context.WithCancel(t.Context())
 	var (
 		mu      sync.Mutex
@@ -432,7 +432,7 @@ func (s *site) flood(t *testing.T, f flood, rate int, d time.Duration) phase {
 	f.next() // the first call may take long
 	before, lostBefore := s.drops(t), s.kernelDrops(t)
 	sent := 0
-	p := s.during(t, f.name, func() {
+	p := s.pingDuring(t, f.name, func() {
 		begin := time.Now()
 		for now := begin; now.Sub(begin) < d; now = time.Now() {
 			due := sent + 64
@@ -462,7 +462,7 @@ func (s *site) flood(t *testing.T, f flood, rate int, d time.Duration) phase {
 			switch n -= before[reason]; {
 			case reason == f.reason, reason == "receive_queue":
 				counted += n
-			case reason == "socket_buffer": // these are in lost, but the gateway may learn of them only with a later message
+			case reason == "socket_buffer": // lost() counts these packets too; the gateway may count them late
 			case n != 0 && (f.reason != "" || !slices.Contains(overflow, reason)):
 				others += fmt.Sprintf(" %s: %d", reason, n)
 			}

@@ -270,8 +270,8 @@ func (s *site) status() (st gatewayStatus, err error) {
 	return st, json.NewDecoder(resp.Body).Decode(&st)
 }
 
-// inState waits until the gateway reports its only peer in the given state.
-func (s *site) inState(want string) {
+// waitState waits until the gateway reports its only peer in the given state.
+func (s *site) waitState(want string) {
 	s.Helper()
 	s.eventually("the peer is "+want, func() error {
 		st, err := s.status()
@@ -324,7 +324,7 @@ func (s *site) handshake() {
 		}
 		return nil
 	})
-	s.inState("Connected")
+	s.waitState("Connected")
 }
 
 // sentAt parses the time stamp of a PING.
@@ -352,7 +352,7 @@ func withoutBursts(said []time.Time) (alone []time.Time) {
 // ourPings checks the gateway's PINGs byte by byte.
 func (s *site) ourPings() {
 	s.eventually("seven PINGs of the connection check", func() error {
-		pings, _ := s.responder.heard()
+		pings, _ := s.responder.receivedPings()
 		var said []time.Time
 		for _, p := range pings {
 			if sent, err := sentAt(p.raw); err == nil {
@@ -364,7 +364,7 @@ func (s *site) ourPings() {
 		}
 		return nil
 	})
-	pings, broken := s.responder.heard()
+	pings, broken := s.responder.receivedPings()
 	if len(broken) > 0 {
 		s.Errorf("no PINGs: %q", broken)
 	}
@@ -437,19 +437,19 @@ func (s *site) addressesInTheTunnel() {
 		s := s.in(t)
 		s.tap.Drain(t)
 		s.ping(s.pod, a, bAtA, 0xa001, 56)
-		s.captured(0xa001, [2]netip.Addr{aAtB, bAtA}, [2]netip.Addr{bAtA, aAtB})
+		s.waitCaptured(0xa001, [2]netip.Addr{aAtB, bAtA}, [2]netip.Addr{bAtA, aAtB})
 	})
 	s.Run("the peer's pod to ours", func(t *testing.T) {
 		s := s.in(t)
 		s.tap.Drain(t)
 		s.ping(s.peer, bAtA, aAtB, 0xa002, 56)
-		s.captured(0xa002, [2]netip.Addr{bAtA, aAtB}, [2]netip.Addr{aAtB, bAtA})
+		s.waitCaptured(0xa002, [2]netip.Addr{bAtA, aAtB}, [2]netip.Addr{aAtB, bAtA})
 	})
 	s.Run("the peer pings the gateway", func(t *testing.T) {
 		s := s.in(t)
 		s.tap.Drain(t)
 		s.ping(s.peer, natIPofB, checkA, 0xa003, 56)
-		s.captured(0xa003, [2]netip.Addr{natIPofB, checkA}, [2]netip.Addr{checkA, natIPofB})
+		s.waitCaptured(0xa003, [2]netip.Addr{natIPofB, checkA}, [2]netip.Addr{checkA, natIPofB})
 	})
 }
 
@@ -459,9 +459,9 @@ func (s *site) in(t *testing.T) *site {
 	return &sub
 }
 
-// captured waits for an echo request and its reply on the tap, with these sources and
+// waitCaptured waits for an echo request and its reply on the tap, with these sources and
 // destinations.
-func (s *site) captured(id uint16, request, reply [2]netip.Addr) {
+func (s *site) waitCaptured(id uint16, request, reply [2]netip.Addr) {
 	s.Helper()
 	found := map[byte]bool{}
 	for len(found) < 2 {
@@ -637,7 +637,7 @@ func (s *site) allowedIPs() {
 		"192.168.77.1",                 // an arbitrary address
 		"10.244.1.20",                  // the pod's real address, which also exists in our cluster
 		"10.244.255.255",               // one below the peer's pod network, as we see it
-		"10.246.0.1",                   // one above it; also our own pods' network, as the peer sees it
+		"10.246.0.1",                   // one above that network; also our own pods' network, as the peer sees it
 		"10.248.255.255", "10.250.0.0", // just below and above the peer's external network
 		"169.254.0.1", "192.0.2.2",
 	} {
@@ -725,21 +725,21 @@ func (s *site) nothing(c *net.UDPConn) {
 // silence checks that the gateway reports the peer as lost ten seconds after its last answer
 // (docs/liqo-v0.md, section 8).
 func (s *site) silence() {
-	before, _ := s.responder.heard()
+	before, _ := s.responder.receivedPings()
 	s.eventually("one more PING", func() error {
-		pings, _ := s.responder.heard()
+		pings, _ := s.responder.receivedPings()
 		if len(pings) == len(before) {
 			return fmt.Errorf("%d so far", len(pings))
 		}
 		return nil
 	})
 	answered := s.responder.silence(true)
-	s.inState("Error")
+	s.waitState("Error")
 	if took := time.Since(answered); took < 9900*time.Millisecond || took > 30*time.Second {
 		s.Errorf("Error %v after the last answer, want ten seconds and the observer's interval, and little more", took)
 	}
 	s.responder.silence(false)
-	s.inState("Connected")
+	s.waitState("Connected")
 }
 
 func lastOf(p netip.Prefix) netip.Addr {

@@ -79,8 +79,8 @@ func (r *responder) silence(on bool) time.Time {
 	return r.answered
 }
 
-// heard returns the PINGs received so far, and the messages that were no PINGs.
-func (r *responder) heard() (pings []ping, broken []string) {
+// receivedPings returns the PINGs received so far, and the messages that were no PINGs.
+func (r *responder) receivedPings() (pings []ping, broken []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append(pings, r.pings...), append(broken, r.broken...)

@@ -42,14 +42,14 @@ func TestRotationLosesFewPacketsWithWireGuardGo(t *testing.T) {
 	// A machine that does other work may lose more datagrams in a single run. So without -long, the
 	// test allows more of them, and three tries. It would still detect a tunnel that is closed from
 	// the peer's change until the end of the rotation, because that would lose more than a hundred.
-	length, every, settle, streams, busy, tries := 15*time.Second, 5*time.Second, time.Second, 4, 20, 3
+	length, period, settle, streams, busy, tries := 15*time.Second, 5*time.Second, time.Second, 4, 20, 3
 	if *long {
-		length, every, settle, streams, busy, tries = 10*time.Minute, 20*time.Second, 10*time.Second, 50, 0, 1
+		length, period, settle, streams, busy, tries = 10*time.Minute, 20*time.Second, 10*time.Second, 50, 0, 1
 	}
 	for try := range tries {
-		control := s.traffic(length, every, streams, false, func() {})
-		rotated := s.traffic(length, every, streams, false, func() { s.rotate(settle) })
-		answering := s.traffic(length, every, 0, true, func() { s.rotate(settle) })
+		control := s.traffic(length, period, streams, false, func() {})
+		rotated := s.traffic(length, period, streams, false, func() { s.rotate(settle) })
+		answering := s.traffic(length, period, 0, true, func() { s.rotate(settle) })
 		t.Logf("control: %v", control)
 		t.Logf("%d rotations: %v", len(rotated.gaps), rotated)
 		t.Logf("%d rotations while the peer only answers: %v", len(answering.gaps), answering)
@@ -125,9 +125,9 @@ func (l loss) String() string {
 
 // traffic sends datagrams from the peer to pod a, one per interval, and counts the echoes.
 // Meanwhile TCP streams run, none of which may break. If answers is true, the pod sends and the
-// peer echoes, so that the peer's WireGuard starts no handshake. traffic calls again once in each
-// period of length every.
-func (s *site) traffic(length, every time.Duration, streams int, answers bool, again func()) loss {
+// peer echoes, so that the peer's WireGuard starts no handshake. traffic calls action once in each
+// period.
+func (s *site) traffic(length, period time.Duration, streams int, answers bool, action func()) loss {
 	s.Helper()
 	const port = 7
 	there := netip.AddrPortFrom(bAtA, port)
@@ -191,9 +191,9 @@ func (s *site) traffic(length, every time.Duration, streams int, answers bool, a
 			}
 		}
 	})
-	for next := begin.Add(every / 5); next.Before(begin.Add(length)); next = next.Add(every) {
+	for next := begin.Add(period / 5); next.Before(begin.Add(length)); next = next.Add(period) {
 		time.Sleep(time.Until(next))
-		again()
+		action()
 	}
 	time.Sleep(time.Until(begin.Add(length)))
 	close(done)
@@ -213,15 +213,15 @@ func (s *site) traffic(length, every time.Duration, streams int, answers bool, a
 	s.Logf("%d of %d TCP connections broken", failed, streams)
 
 	last := time.Duration(0)
-	l.gaps = make([]time.Duration, (length+every-1)/every)
+	l.gaps = make([]time.Duration, (length+period-1)/period)
 	for n := range uint32(l.sent) {
 		now, ok := arrived[n]
 		if !ok {
 			l.lost++
 			continue
 		}
-		period := min(int(now/every), len(l.gaps)-1)
-		l.gaps[period] = max(l.gaps[period], (now - last).Round(time.Millisecond))
+		slot := min(int(now/period), len(l.gaps)-1)
+		l.gaps[slot] = max(l.gaps[slot], (now - last).Round(time.Millisecond))
 		last = max(now, last)
 	}
 	return l

@@ -127,7 +127,7 @@ func faultsOf(t *testing.T, w *world) []namedFault {
 			rule := func(how string) string {
 				return fmt.Sprintf("iptables -w -t nat %s POSTROUTING -s %[2]v ! -d %[2]v -j MASQUERADE", how, c.PodCIDR)
 			}
-			return onNodes(rule("-I"), rule("-D"), func() error { return w.sourcesStay(t, c) })(ctx, c)
+			return onNodes(rule("-I"), rule("-D"), func() error { return w.checkSources(t, c) })(ctx, c)
 		}},
 		{"VXLAN dropped between all nodes for 3 s", whileBlocked("udp dport 4800 drop;")},
 		{"FORWARD policy DROP for 3 s", whileBlocked("policy drop;")},
@@ -178,7 +178,7 @@ func TestFaultsPageListsTestedFaults(t *testing.T) {
 	}
 }
 
-// during runs a Flow during do, and afterwards until the clusters have recovered.
+// during runs a Flow while do runs, and then until the clusters have recovered.
 func during(t *testing.T, w *world, do func()) (r probe.FlowReport) {
 	t.Helper()
 	ctx := t.Context()
@@ -285,9 +285,9 @@ func whileBlocked(rules string) fault {
 	}
 }
 
-// onNodes returns a fault that runs the command begin on all nodes, waits five seconds, calls
-// meanwhile, and then runs the command end on all nodes.
-func onNodes(begin, end string, meanwhile func() error) fault {
+// onNodes returns a fault: it runs the command begin on all nodes, waits five seconds, calls f, and
+// then runs the command end on all nodes.
+func onNodes(begin, end string, f func() error) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) (err error) {
 		run := func(line string) {
 			for _, n := range c.Nodes {
@@ -298,17 +298,17 @@ func onNodes(begin, end string, meanwhile func() error) fault {
 		}
 		run(begin)
 		time.Sleep(5 * time.Second)
-		if meanwhile != nil {
-			err = errors.Join(err, meanwhile())
+		if f != nil {
+			err = errors.Join(err, f())
 		}
 		run(end)
 		return err
 	}
 }
 
-// sourcesStay checks the sources that a pod of the other cluster sees for pods on each node of c.
+// checkSources checks the sources that a pod of the other cluster sees for pods on each node of c.
 // It returns an error for each wrong source.
-func (w *world) sourcesStay(t *testing.T, c *kubenodes.Cluster) (err error) {
+func (w *world) checkSources(t *testing.T, c *kubenodes.Cluster) (err error) {
 	t.Helper()
 	other := w.a
 	if c == w.a {
@@ -323,7 +323,7 @@ func (w *world) sourcesStay(t *testing.T, c *kubenodes.Cluster) (err error) {
 		return failed
 	}
 	for _, n := range c.Nodes {
-		want, _ := shown(t, w, c, other, pod, n)
+		want, _ := expectedSource(t, w, c, other, pod, n)
 		for _, protocol := range []string{probe.TCP, probe.UDP} {
 			a, failed := send(t.Context(), c, n, pod, probe.Request{Protocol: protocol, To: there, Port: port, Size: 100})
 			if failed != nil || a.From != want {

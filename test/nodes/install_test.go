@@ -114,14 +114,14 @@ data:
 	}
 	ran["Uninstall"] = true
 	sh.run(t, uninstall[0])
-	before.same(t, w.a)
+	before.waitSame(t, w.a)
 
 	sh.beside = buildHelm(t)
 	section("With Helm")
 	rolledOut(kubenodes.Namespace)
 	sh.run(t, "isthmus install --context oslo --cluster-name oslo --pod-cidr "+w.b.PodCIDR.String()+"\nisthmus peer --context paris --remote-context oslo")
 	sh.run(t, strings.Join(uninstall[1:], "\n"))
-	before.same(t, w.a)
+	before.waitSame(t, w.a)
 
 	t.Run("beside Liqo", func(t *testing.T) {
 		sh.run(t, "kubectl create namespace liqo\nkubectl create -f internal/kubetest/liqo -f manager/testdata/liqo/foreignclusters.yaml")

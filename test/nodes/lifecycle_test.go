@@ -74,52 +74,52 @@ func TestCommandsOfLifecyclePageWork(t *testing.T) {
 			first, image = as(old), oldImage
 		}
 		first.section(t, "Install", newImage, image)
-		w.meet(t)
+		w.waitPeered(t)
 		if old != "" {
 			w.upgrade(t, today)
-			w.lives(t, "roll-back of both", func() { first.section(t, "Roll back") })
-			w.lives(t, "upgrade after the roll-back", func() { today.section(t, "Upgrade") })
+			w.checkLives(t, "roll-back of both", func() { first.section(t, "Roll back") })
+			w.checkLives(t, "upgrade after the roll-back", func() { today.section(t, "Upgrade") })
 		}
 	}) {
 		return
 	}
 	t.Run("move", func(t *testing.T) {
-		w.lives(t, "gateway moved by hand", func() { today.section(t, "Move the gateway") })
+		w.checkLives(t, "gateway moved by hand", func() { today.section(t, "Move the gateway") })
 	})
 	// test/fleet tests the restore itself. This test restarts all components at the same time.
 	// After that, `isthmus peer` must change nothing.
 	t.Run("restart", func(t *testing.T) {
-		w.lives(t, "everything restarted", func() { today.section(t, "Restore") })
-		w.lives(t, "everything of both restarted at once", func() {
+		w.checkLives(t, "everything restarted", func() { today.section(t, "Restore") })
+		w.checkLives(t, "everything of both restarted at once", func() {
 			today.run(t, `for what in "rollout restart" "rollout status --timeout=5m"; do for c in paris oslo; do
 for component in daemonset/isthmus-route-agent deployment/isthmus-manager deployment/isthmus-gateway; do kubectl --context $c -n isthmus-system $what $component; done; done; done`)
 		})
 	})
 	t.Run("uninstall", func(t *testing.T) {
-		w.part(t)
+		w.endWatch(t)
 		today.section(t, "Uninstall")
 		for _, c := range w.set.Clusters {
-			before[c].same(t, c)
+			before[c].waitSame(t, c)
 		}
 	})
 	today.section(t, "Install")
-	w.meet(t)
+	w.waitPeered(t)
 	t.Run("namespace deleted, and installed again", func(t *testing.T) {
 		today.run(t, "kubectl --context oslo delete namespace isthmus-system --timeout=5m")
 		today.run(t, lineWith(t, chapter(t, "lifecycle.md", "Install"), "isthmus install --context oslo "))
-		w.meet(t)
+		w.waitPeered(t)
 		during(t, w, func() {}) // wait for traffic
 		w.noPlaintext(t)
 	})
-	w.part(t)
+	w.endWatch(t)
 	t.Run("order went wrong", func(t *testing.T) {
 		today.section(t, "When the order went wrong")
-		before[w.b].same(t, w.b)
+		before[w.b].waitSame(t, w.b)
 	})
 	t.Run("Helm", func(t *testing.T) {
 		today.beside = buildHelm(t)
 		today.section(t, "With Helm")
-		before[w.b].same(t, w.b)
+		before[w.b].waitSame(t, w.b)
 	})
 }
 
@@ -180,9 +180,9 @@ CGO_ENABLED=0 go build -C "$2" -trimpath -ldflags="-s -w" -o "$2/bin/isthmus" ./
 	return filepath.Join(dir, "bin", "isthmus"), nil
 }
 
-// meet waits until the clusters are peered. From then on, the sniffer watches for packets in the
-// clear.
-func (w *world) meet(t *testing.T) {
+// waitPeered waits until the clusters are peered. From then on, the sniffer watches for packets in
+// the clear.
+func (w *world) waitPeered(t *testing.T) {
 	t.Helper()
 	ctx := t.Context()
 	must(t, w.a.WaitReady(ctx, w.b))
@@ -191,8 +191,8 @@ func (w *world) meet(t *testing.T) {
 	must(t, w.b.Watch(ctx, w.sniffer, w.a))
 }
 
-// part ends the sniffer's watch. Call it before the peers' networks are released.
-func (w *world) part(t *testing.T) {
+// endWatch ends the sniffer's watch. Call it before the peers' networks are released.
+func (w *world) endWatch(t *testing.T) {
 	t.Helper()
 	w.noPlaintext(t)
 	for _, c := range w.set.Clusters {
@@ -204,8 +204,8 @@ func (w *world) part(t *testing.T) {
 // logs are printed.
 const tooLong = 1.0
 
-// lives checks that the connection survives do, and that no packet is in the clear.
-func (w *world) lives(t *testing.T, what string, do func()) {
+// checkLives checks that the connection survives a call of do, and that no packet is in the clear.
+func (w *world) checkLives(t *testing.T, what string, do func()) {
 	t.Helper()
 	var events []func() string
 	for _, c := range w.set.Clusters {
@@ -242,15 +242,15 @@ func (w *world) upgrade(t *testing.T, sh *shell) {
 	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/crds -f deploy/rbac")
 	for _, c := range []string{"daemonset/isthmus-route-agent route-agent", "deployment/isthmus-manager manager", "deployment/isthmus-gateway gateway"} {
 		kind, container, _ := strings.Cut(c, " ")
-		w.lives(t, "in oslo alone, new: "+container, func() {
+		w.checkLives(t, "in oslo alone, new: "+container, func() {
 			sh.run(t, fmt.Sprintf("kubectl --context oslo -n isthmus-system set image %s %s=%s", kind, container, newImage))
 		})
 	}
-	w.lives(t, "upgrade of both", func() { w.managersStay(t, sh, func() { sh.section(t, "Upgrade") }) })
+	w.checkLives(t, "upgrade of both", func() { w.checkManagersStay(t, sh, func() { sh.section(t, "Upgrade") }) })
 }
 
-// managersStay checks that `isthmus diagnose` never reports a manager as broken while do runs.
-func (w *world) managersStay(t *testing.T, sh *shell, do func()) {
+// checkManagersStay checks that `isthmus diagnose` never reports a manager as broken while do runs.
+func (w *world) checkManagersStay(t *testing.T, sh *shell, do func()) {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
 	asked, blamed := 0, []string{}
@@ -393,8 +393,8 @@ func stateOf(t *testing.T, c *kubenodes.Cluster) state {
 	return all
 }
 
-// same waits until a cluster is in the same state as before.
-func (before state) same(t *testing.T, c *kubenodes.Cluster) {
+// waitSame waits until a cluster is in the same state as before.
+func (before state) waitSame(t *testing.T, c *kubenodes.Cluster) {
 	t.Helper()
 	var left []string
 	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(time.Second) {

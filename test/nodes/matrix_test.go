@@ -175,7 +175,7 @@ func cellOf(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source,
 		t.Errorf("%s: %d octets came to %s", what, answer.Octets, answer.Server)
 		return "other octets"
 	}
-	want, name := shown(t, w, from, to, k, source)
+	want, name := expectedSource(t, w, from, to, k, source)
 	if saw != want {
 		t.Errorf("%s: the receiver saw %v, want %v", what, saw, want)
 		return fmt.Sprintf("%v", saw)
@@ -183,8 +183,8 @@ func cellOf(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source,
 	return name
 }
 
-// shown returns the source that a receiver must see, and its description in the page.
-func shown(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source *kubenodes.Node) (addr netip.Addr, name string) {
+// expectedSource returns the source that a receiver must see, and its description in the page.
+func expectedSource(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source *kubenodes.Node) (addr netip.Addr, name string) {
 	t.Helper()
 	if k == pod {
 		own, err := address(t.Context(), from, podName(pod, source))

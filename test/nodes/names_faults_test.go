@@ -78,7 +78,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	must(t, w.set.Peer(ctx, fixture.program, w.a, w.b, "--services", "default"))
 	seen, _, err := w.a.Networks(ctx, w.b)
 	must(t, err)
-	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks of cluster b in cluster a, set by rows that change it
+	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks that some faults give to cluster b in cluster a
 	if slices.Contains(others, seen) {
 		t.Fatalf("b has %v in a from the start", seen)
 	}
@@ -98,7 +98,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	s.pod, err = address(ctx, w.a, podName(pod, s.at))
 	must(t, err)
 	s.begin(t, "")
-	s.steady(t, time.Now(), "a", "b")
+	s.waitSteady(t, time.Now(), "a", "b")
 
 	var page strings.Builder
 	page.WriteString(serviceFaultsHead)
@@ -112,9 +112,9 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	}{
 		{"nothing, for comparison", func(context.Context) error { return nil }, bothServe, ""},
 		{"both gateways of b killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.b, "gateway") }, bothServe, ""},
-		{"both gateways of b gone for 25 s", away(w.b, "isthmus-gateway", gone), bothServe, ""},
-		{"both gateways of a gone for 25 s", away(w.a, "isthmus-gateway", gone), bothServe, ""},
-		{"both gateways of b gone for 150 s, and Linux chooses the client's ports", away(w.b, "isthmus-gateway", goneLong), bothServe, "kernel"},
+		{"both gateways of b gone for 25 s", scaledAway(w.b, "isthmus-gateway", gone), bothServe, ""},
+		{"both gateways of a gone for 25 s", scaledAway(w.a, "isthmus-gateway", gone), bothServe, ""},
+		{"both gateways of b gone for 150 s, and Linux chooses the client's ports", scaledAway(w.b, "isthmus-gateway", goneLong), bothServe, "kernel"},
 		{"the tunnel cut for 25 s", func(ctx context.Context) error { return w.whileCut(ctx, gone) }, bothServe, ""},
 		{"API server of b frozen for 25 s", func(context.Context) error {
 			err := w.b.Server.Freeze()
@@ -122,7 +122,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 			return errors.Join(err, w.b.Server.Thaw())
 		}, bothServe, ""},
 		{"managers of b killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.b, "manager") }, bothServe, ""},
-		{"managers of b gone for 25 s", away(w.b, "isthmus-manager", gone), bothServe, ""},
+		{"managers of b gone for 25 s", scaledAway(w.b, "isthmus-manager", gone), bothServe, ""},
 		{"managers of a killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.a, "manager") }, bothServe, ""},
 		{"b has another network in a (`spec.overrides.podCIDR`)", func(ctx context.Context) error { return w.override(ctx, others[0]) }, bothServe, ""},
 		{"un-peering", w.unpeer(t), apart, ""},
@@ -142,14 +142,14 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 		t.Run(fault.name, func(t *testing.T) {
 			if fault.ports != "" {
 				s.begin(t, fault.ports)
-				s.steady(t, time.Now(), "a", "b")
+				s.waitSteady(t, time.Now(), "a", "b")
 				defer func() {
 					s.begin(t, "")
-					s.steady(t, time.Now(), "a", "b")
+					s.waitSteady(t, time.Now(), "a", "b")
 				}()
 			}
 			r := s.during(t, fault.do, fault.after.answer)
-			left := w.unexpected(t, fault.after)
+			left := w.unexpectedObjects(t, fault.after)
 			leaks := w.sniffer.Take()
 			line := fmt.Sprintf("| %s | %s | %s | %d |\n", fault.name, r, left, len(leaks))
 			t.Log(line)
@@ -234,9 +234,9 @@ func (s *shopper) since(t *testing.T, begin time.Time) (all []probe.LoadSecond) 
 // calm is the number of seconds without failures after which the service counts as recovered.
 const calm = 10
 
-// steady waits until no request has failed for calm whole seconds, starting after from, and
+// waitSteady waits until no request has failed for calm whole seconds, starting after from, and
 // exactly the given clusters have answered in each of these seconds.
-func (s *shopper) steady(t *testing.T, from time.Time, clusters ...string) {
+func (s *shopper) waitSteady(t *testing.T, from time.Time, clusters ...string) {
 	t.Helper()
 	from = from.Truncate(time.Second).Add(time.Second)
 	var last []probe.LoadSecond
@@ -280,7 +280,7 @@ func (r shopping) String() string {
 // during causes a fault and waits until the given clusters answer again.
 func (s *shopper) during(t *testing.T, do func(context.Context) error, then []string) (r shopping) {
 	t.Helper()
-	away := true // initially true if b did not answer before the fault
+	away := true // b did not answer in the three seconds before the fault
 	for _, second := range s.since(t, time.Now().Add(-3*time.Second)) {
 		away = away && second.Answered["b"] == 0
 	}
@@ -288,7 +288,7 @@ func (s *shopper) during(t *testing.T, do func(context.Context) error, then []st
 	err := do(t.Context())
 	done := time.Since(begin)
 	if err == nil {
-		s.steady(t, time.Now(), then...)
+		s.waitSteady(t, time.Now(), then...)
 	}
 	errs, quiet := map[string]int{}, 0
 	for _, second := range s.since(t, begin) {
@@ -337,8 +337,8 @@ func killAll(ctx context.Context, c *kubenodes.Cluster, component string) error 
 	return err
 }
 
-// away returns a function that scales a Deployment to zero for a duration.
-func away(c *kubenodes.Cluster, name string, d time.Duration) func(context.Context) error {
+// scaledAway returns a function that scales a Deployment to zero for a duration.
+func scaledAway(c *kubenodes.Cluster, name string, d time.Duration) func(context.Context) error {
 	return func(ctx context.Context) error {
 		scale := func(n int) error {
 			var d appsv1.Deployment
@@ -426,9 +426,9 @@ func sharedIn(ctx context.Context, c *kubenodes.Cluster) (map[string]int, error)
 	return all, err
 }
 
-// unexpected waits until both clusters have the expected objects for the service, and returns all
-// other objects for it.
-func (w *world) unexpected(t *testing.T, s serving) string {
+// unexpectedObjects waits until both clusters have the expected objects for the service, and
+// returns all other objects for it.
+func (w *world) unexpectedObjects(t *testing.T, s serving) string {
 	t.Helper()
 	var left, lacking []string
 	err := wait.PollUntilContextTimeout(t.Context(), 200*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

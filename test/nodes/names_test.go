@@ -123,7 +123,7 @@ func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
 			t.Errorf("cluster %s: the Corefile is\n%s", c.Name, got)
 		}
 	}
-	before[w.b].same(t, w.b)
+	before[w.b].waitSame(t, w.b)
 	// Objects of the user, and the CRD of their kind, must remain.
 	var left []string
 	for line := range stateOf(t, w.a) {

@@ -38,7 +38,7 @@ func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 				must(t, err)
 				for _, source := range from.Nodes {
 					for _, k := range kinds {
-						want, _ := shown(t, w, from, to, k, source)
+						want, _ := expectedSource(t, w, from, to, k, source)
 						for _, protocol := range []string{probe.TCP, probe.UDP} {
 							check := func(what string, at netip.AddrPort, want netip.Addr) {
 								a, err := send(t.Context(), from, source, k, probe.Request{Protocol: protocol, To: at.Addr(), Port: at.Port(), Size: 500})
@@ -47,7 +47,8 @@ func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 								}
 							}
 							check("ClusterIP", service.cluster, want)
-							// For a NodePort, kube-proxy masquerades all clients except the pods of that node.
+							// For a NodePort, kube-proxy masquerades all clients except the pods of
+							// that node.
 							for _, n := range from.Nodes {
 								wantAt := seen.Addr()
 								if n == source {

@@ -53,8 +53,8 @@ func (w *world) verify(t *testing.T, args ...string) (v verified, code int) {
 	return v, code
 }
 
-// nothingLeft fails the test if a Pod of isthmus verify still exists.
-func (w *world) nothingLeft(t *testing.T) {
+// checkNothingLeft fails the test if a Pod of isthmus verify still exists.
+func (w *world) checkNothingLeft(t *testing.T) {
 	t.Helper()
 	for _, c := range w.set.Clusters {
 		var pods corev1.PodList
@@ -76,7 +76,7 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 	if code != 0 || v.Failed != 0 || v.Checks != 2*8*8 || len(v.Results) != v.Checks {
 		t.Errorf("exit code %d: %d checks, %d failed", code, v.Checks, v.Failed)
 	}
-	w.nothingLeft(t)
+	w.checkNothingLeft(t)
 
 	receiver, err := address(t.Context(), w.b, podName(pod, w.b.Nodes[0]))
 	must(t, err)
@@ -123,7 +123,7 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 			t.Errorf("%s from %+v to %+v: %q", r.Protocol, r.From, r.To, r.Error)
 		}
 	}
-	w.nothingLeft(t)
+	w.checkNothingLeft(t)
 }
 
 // verify can use existing pods of users as senders and receivers, with their own names and
@@ -157,7 +157,7 @@ func TestVerifyUsesExistingPods(t *testing.T) {
 			t.Errorf("container %s goes on", c.Name)
 		}
 	}
-	w.nothingLeft(t)
+	w.checkNothingLeft(t)
 }
 
 func TestAnInterruptedVerifyLeavesNothing(t *testing.T) {
@@ -183,7 +183,7 @@ func TestAnInterruptedVerifyLeavesNothing(t *testing.T) {
 	if err := cmd.Wait(); err != nil || !strings.Contains(last, " sent, 0 lost") {
 		t.Errorf("%v: %q\n%s", err, last, stderr.String())
 	}
-	w.nothingLeft(t)
+	w.checkNothingLeft(t)
 }
 
 func TestGatherReadsTheOutputOfEachComponent(t *testing.T) {

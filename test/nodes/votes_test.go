@@ -100,8 +100,8 @@ type smallCluster struct {
 
 var smallClusters = []smallCluster{{"two nodes", 2}, {"one node", 1}}
 
-// inSmall has the faults that are measured in small clusters too, by the number of nodes that each
-// needs at least.
+// inSmall maps the faults that are also measured in small clusters to the minimum number of nodes
+// for each.
 var inSmall = map[string]int{
 	"active gateway killed by SIGKILL":              1,
 	"active gateway frozen for 5 s":                 1,
@@ -139,7 +139,7 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 			leaked := 0
 			for range *rounds {
 				time.Sleep(2 * time.Second) // kubelets probe once a second
-				w.fresh(t)
+				w.waitFresh(t)
 				events := w.a.Follow(t.Context())
 				r := during(t, w, func() { must(t, fault.do(t.Context(), w.a)) })
 				leaked += len(w.sniffer.Take())
@@ -189,7 +189,7 @@ func TestConsecutiveRolloutsBreakNoConnection(t *testing.T) {
 	w, err := makeWorld(t.Context(), p)
 	must(t, err)
 	defer func() { must(t, w.down()) }()
-	w.fresh(t)
+	w.waitFresh(t)
 	var took time.Duration
 	for _, run := range []struct {
 		name string
@@ -213,10 +213,10 @@ func TestConsecutiveRolloutsBreakNoConnection(t *testing.T) {
 	}
 }
 
-// fresh waits until all route agents and gateways of cluster a are ready, and three nodes vote if a
-// has three. It replaces Pods whose container has ended at some time, because a kubelet delays each
-// restart of a container for longer than the one before.
-func (w *world) fresh(t *testing.T) {
+// waitFresh waits until all route agents and gateways of cluster a are ready, and three nodes vote
+// if a has three. It replaces Pods whose container has ended at some time, because a kubelet delays
+// each restart of a container for longer than the one before.
+func (w *world) waitFresh(t *testing.T) {
 	t.Helper()
 	var last error
 	err := wait.PollUntilContextTimeout(t.Context(), 200*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

@@ -99,7 +99,8 @@ var shortfalls = map[string]target{
 	// vote for another gateway.
 	"state directories of two of three route agents read-only for 5 s, and the active gateway killed by SIGKILL": {udp: figure{1.5, 7}, tcp: figure{3, 9}}, // 0.97, 5.15 s; 1.60, 6.99 s
 
-	// The Lease decides. A killed process restarts on its node; a frozen one stays active for up to 7 s.
+	// The Lease decides. A killed process restarts on its node; a frozen one stays active for up to
+	// 7 s.
 	"active gateway killed by SIGKILL, two nodes":              {udp: figure{2, 3}, tcp: figure{2.5, 3}},     // 1.50, 1.73 s; 1.84, 2.12 s
 	"active gateway frozen for 5 s, two nodes":                 {udp: figure{5.5, 5.5}, tcp: figure{5.5, 6}}, // 5.05, 5.06 s; 5.04, 5.13 s
 	"node of the active gateway crashes, and boots, two nodes": {udp: figure{5, 7}, tcp: figure{6, 8}},       // 4.01, 4.40 s; 5.05, 5.41 s
@@ -107,10 +108,10 @@ var shortfalls = map[string]target{
 	"active gateway frozen for 5 s, one node":                  {udp: figure{5.5, 5.5}, tcp: figure{5.5, 6}}, // 5.04, 5.05 s; 5.03, 5.04 s
 }
 
-// usual returns the target of a fault without a shortfall. A planned change may lose no more than
-// undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5 s in
-// the median, and within 3 s in the worst case.
-func usual(f votesFault, calm figure) target {
+// usualTarget returns the target of a fault without a shortfall. A planned change may lose no more
+// than undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5
+// s in the median, and within 3 s in the worst case.
+func usualTarget(f votesFault, calm figure) target {
 	if f.planned {
 		return target{lost: figure{calm[0] + plannedMargin, calm[1] + plannedMargin}}
 	}
@@ -118,7 +119,7 @@ func usual(f votesFault, calm figure) target {
 }
 
 func targetOf(f votesFault, calm figure) target {
-	most, known := usual(f, calm), shortfalls[f.name]
+	most, known := usualTarget(f, calm), shortfalls[f.name]
 	return target{cmp.Or(known.lost, most.lost), cmp.Or(known.udp, most.udp), cmp.Or(known.tcp, most.tcp)}
 }
 
@@ -154,7 +155,7 @@ func TestRecoveryMeetsTargetsWhenNodesVote(t *testing.T) {
 		if most := targetOf(fault, calm); !most.met(r) {
 			t.Errorf("%s: want at most %+v, have %s", fault.name, most, r.line(fault.name))
 		}
-		if _, known := shortfalls[fault.name]; known && usual(fault, calm).met(r) {
+		if _, known := shortfalls[fault.name]; known && usualTarget(fault, calm).met(r) {
 			t.Errorf("%s meets its target, and is no shortfall any more: %s", fault.name, r.line(fault.name))
 		}
 		delete(rows, fault.name)

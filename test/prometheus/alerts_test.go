@@ -40,9 +40,9 @@ func groups(t *testing.T) []rulefmt.RuleGroup {
 	return all.Groups
 }
 
-// well contains the series of a healthy cluster in the notation of promtool. The samples are a
+// healthy contains the series of a healthy cluster in the notation of promtool. The samples are a
 // minute apart.
-var well = map[string]string{
+var healthy = map[string]string{
 	`isthmus_peer_info{instance="gw",job="g",namespace="n",peer="p",name="oslo"}`:                                      "1x400",
 	`isthmus_peer_up{instance="gw",job="g",namespace="n",peer="p"}`:                                                    "1x400",
 	`isthmus_peer_probe_loss_ratio{instance="gw",job="g",namespace="n",peer="p"}`:                                      "0x400",
@@ -94,8 +94,8 @@ var well = map[string]string{
 	`isthmus_build_info{instance="m",job="m",namespace="n",version="v1"}`:                                              "1x400",
 }
 
-// faults lists the changes of series in minute 100, and the alert that fires the given number of
-// minutes later. An underscore ends a series. A series that is not in well is added.
+// Each element of faults changes series in minute 100, which must make an alert fire the given
+// number of minutes later. An underscore ends a series. A series that is not in healthy is added.
 var faults = []struct {
 	alert   string
 	after   int
@@ -153,14 +153,13 @@ var faults = []struct {
 
 const faultAt = 100
 
-// world returns the series of a healthy cluster (well) with the changes of a fault, in the notation of
-// promqltest.
+// world returns the series in healthy, with the changes of a fault, in the notation of promqltest.
 func world(t *testing.T, fault map[string]string) string {
 	t.Helper()
-	series := maps.Clone(well)
+	series := maps.Clone(healthy)
 	for begin, then := range fault {
 		hit := false
-		for name, before := range well {
+		for name, before := range healthy {
 			if !strings.HasPrefix(name, begin) {
 				continue
 			}
@@ -276,9 +275,9 @@ func TestEachAlertFiresForItsFaultAndNoOther(t *testing.T) {
 	}
 }
 
-// known returns the labels of all metrics, without the labels of the target. It reads
+// knownLabels returns the labels of all metrics, without the labels of the target. It reads
 // docs/metrics.md, which is generated from the code.
-func known(t *testing.T) map[string][]string {
+func knownLabels(t *testing.T) map[string][]string {
 	t.Helper()
 	text, err := os.ReadFile(metricsFile)
 	if err != nil {
@@ -353,13 +352,13 @@ func check(t *testing.T, where, text string, metrics map[string][]string) {
 }
 
 func TestAlertsUseMetricsAndLabelsThatExist(t *testing.T) {
-	metrics := known(t)
+	metrics := knownLabels(t)
 	for _, g := range groups(t) {
 		for _, r := range g.Rules {
 			check(t, r.Alert, r.Expr, metrics)
 		}
 	}
-	for name := range well {
+	for name := range healthy {
 		selector, err := promQL.ParseExpr(name)
 		if err != nil {
 			t.Fatal(err)

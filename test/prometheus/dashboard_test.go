@@ -40,7 +40,7 @@ func open(t *testing.T) (Dashboard, *Recording) {
 
 func TestPanelsUseMetricsAndLabelsThatExist(t *testing.T) {
 	d, r := open(t)
-	metrics := known(t)
+	metrics := knownLabels(t)
 	seen := 0
 	for _, p := range d.Panels {
 		for _, target := range p.Targets {

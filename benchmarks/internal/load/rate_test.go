@@ -28,7 +28,7 @@ func TestHighestRateIsAccurateToTheLastBisection(t *testing.T) {
 // A trial passes if at least 99.5 % of the datagrams arrive, and the count arrives without delay.
 func TestTrialFailsOnLossOrQueueing(t *testing.T) {
 	for name, c := range map[string]struct {
-		lose  int           // lose one datagram of this many; 0: lose none
+		lose  int           // number of datagrams of which one is lost; 0: none is lost
 		delay time.Duration // of the answer
 		want  bool
 	}{

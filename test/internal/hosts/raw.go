@@ -19,18 +19,18 @@ type Raw struct {
 	mac   net.HardwareAddr // address of the remote device, to which packets are sent
 }
 
-// Raw opens dev. far is the destination MAC address of sent packets; nil on a device without MAC
-// addresses. The socket receives only packets that arrive at dev. Use Tap to see also packets
-// that leave it.
-func (h *Host) Raw(dev string, far net.HardwareAddr) *Raw {
+// Raw opens dev. dstMAC is the destination MAC address of sent packets; nil on a device without MAC
+// addresses. The socket receives only packets that arrive at dev. Use Tap to see also packets that
+// leave it.
+func (h *Host) Raw(dev string, dstMAC net.HardwareAddr) *Raw {
 	h.t.Helper()
-	return h.open(dev, far, ethIP)
+	return h.open(dev, dstMAC, ethIP)
 }
 
 // Raw6 is Raw for IPv6 packets.
-func (h *Host) Raw6(dev string, far net.HardwareAddr) *Raw {
+func (h *Host) Raw6(dev string, dstMAC net.HardwareAddr) *Raw {
 	h.t.Helper()
-	return h.open(dev, far, ethIPv6)
+	return h.open(dev, dstMAC, ethIPv6)
 }
 
 // Tap opens dev for capturing in both directions.
@@ -39,9 +39,9 @@ func (h *Host) Tap(dev string) *Raw {
 	return h.open(dev, nil, htons(unix.ETH_P_ALL))
 }
 
-func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
+func (h *Host) open(dev string, dstMAC net.HardwareAddr, proto uint16) *Raw {
 	h.t.Helper()
-	r := &Raw{h: h, index: h.Link(dev).Attrs().Index, mac: far}
+	r := &Raw{h: h, index: h.Link(dev).Attrs().Index, mac: dstMAC}
 	h.must(h.Do(func() (err error) {
 		if r.fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, int(proto)); err != nil {
 			return os.NewSyscallError("socket", err)
@@ -68,11 +68,11 @@ func (r *Raw) Send(t testing.TB, b []byte) {
 	}
 }
 
-// Receive returns the next packet, or nil if none arrives within wait.
-func (r *Raw) Receive(t testing.TB, wait time.Duration) []byte {
+// Receive returns the next packet, or nil if none arrives before the timeout.
+func (r *Raw) Receive(t testing.TB, timeout time.Duration) []byte {
 	t.Helper()
 	buf := make([]byte, 1<<16)
-	for deadline := time.Now().Add(wait); ; {
+	for deadline := time.Now().Add(timeout); ; {
 		n, _, err := unix.Recvfrom(r.fd, buf, unix.MSG_DONTWAIT)
 		switch {
 		case err == nil:
@@ -91,7 +91,7 @@ func (r *Raw) Receive(t testing.TB, wait time.Duration) []byte {
 	}
 }
 
-// Drain discards the packets that have arrived so far.
+// Drain discards the packets that have arrived so dstMAC.
 func (r *Raw) Drain(t testing.TB) {
 	t.Helper()
 	for r.Receive(t, 0) != nil {
