@@ -64,9 +64,9 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // our node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
-// A Decider computes the state for successive intents. It caches the results for the networks of
-// peers, of which there may be thousands, until these change. The zero value is ready. Only one
-// goroutine may use it, and callers must not modify the result.
+// A Decider computes the state for successive intents. There may be thousands of routes for
+// networks of peers. The Decider reuses these routes until the networks change. The zero value is
+// ready. Only one goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
 	src     netip.Addr     // source of the routes to the gateway; zero: no such routes
@@ -75,7 +75,7 @@ type Decider struct {
 	remote  kernel.Remote  // refused, as sets of the filter
 }
 
-// NodeFor returns the same as the function NodeFor.
+// NodeFor is a faster form of the function NodeFor.
 func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
@@ -123,8 +123,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// setRefused discards the cache if the networks have changed. The method NodeFor calls it before
-// the method peers.
+// setRefused discards the cache if the networks have changed.
 func (m *Decider) setRefused(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
@@ -151,7 +150,7 @@ func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	return m.routes
 }
 
-// everythingOf returns 0.0.0.0/0 and ::/0, each only if one of the networks is of its family.
+// everythingOf returns 0.0.0.0/0 if a network is IPv4, and ::/0 if a network is IPv6.
 func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
 		sameFamily := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }

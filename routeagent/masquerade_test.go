@@ -65,9 +65,9 @@ func services(at string, pods netip.Prefix) []string {
 	}
 }
 
-// Whatever a CNI masquerades, and by which program, pods and peers see each other's addresses,
-// directly and through a Service. If a node translates packets for other hosts, their source is the
-// node's own address.
+// With the masquerade rules of each CNI, pods and peers see each other's addresses, directly and
+// through a Service. If a node translates packets for other hosts, their source is the node's own
+// address.
 func TestPodsKeepTheirAddressesDespiteMasqueradeRules(t *testing.T) {
 	t.Parallel()
 	for name, commands := range masquerades(localPods) {
@@ -220,7 +220,7 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 }
 
 // The agent does not wait for programs that hold the lock of iptables-legacy, nor do they wait for
-// the agent. It makes its changes when the lock is free. So does Cleanup.
+// the agent. The agent makes its changes when the lock is free, and so does Cleanup.
 func TestChangesBlockedByTheIptablesLockAreMadeLater(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("iptables-legacy"); err != nil {

@@ -9,12 +9,12 @@ import (
 // Accept represents our rules in a foreign chain for forwarded packets: FORWARD of iptables-nft or
 // iptables-legacy, or an nftables chain of any name. The rules accept packets from and to our
 // devices. For gateways that are Pods on our node, they also accept UDP and ICMP, because the node
-// forwards the gateways' outer packets, and TCP between them and the other gateways that are Pods,
-// because gateways replicate flows. Our rules stand at the end of the chain, or directly before a
-// final rule that drops or rejects everything. They exist only while the end of the chain drops all
-// other packets, as after `iptables -P FORWARD DROP`. An accept rule in our own table would not
-// help, because each table decides separately. Earlier rules, such as network policies, still
-// apply.
+// forwards the gateways' outer packets. They accept TCP between these gateways and other gateways
+// that are Pods, because gateways replicate flows. Our rules stand at the end of the chain, or
+// directly before a final rule that drops or rejects everything. They exist only while the end of
+// the chain drops all other packets, as after `iptables -P FORWARD DROP`. An accept rule in our own
+// table would not help, because each table decides separately. Earlier rules, such as network
+// policies, still apply.
 //
 // In a wanted State, an Accept without a Chain represents all such chains. Foreign rules stay
 // unchanged. The comments of our rules begin with acceptComment.

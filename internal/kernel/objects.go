@@ -158,7 +158,8 @@ const (
 	Throw                        // the next rule of policy routing decides
 )
 
-// Devs returns the value of Dev for a multipath route. The kernel distributes flows over the devices.
+// Devs returns the value of Route.Dev for a multipath route over several devices. The kernel
+// distributes flows over these devices.
 func Devs(names ...string) string {
 	return strings.Join(slices.Sorted(slices.Values(names)), " ")
 }

@@ -317,14 +317,14 @@ func boolean(b bool) int {
 	return 0
 }
 
-// networkBetween returns the network from the address first to the one before the address after.
-func networkBetween(first, after netip.Addr) string {
-	for bits := range first.BitLen() + 1 {
-		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {
+// networkBetween returns the network of all addresses from start to end, without end.
+func networkBetween(start, end netip.Addr) string {
+	for bits := range start.BitLen() + 1 {
+		if p, err := start.Prefix(bits); err == nil && p.Addr() == start && afterLast(p) == end {
 			return p.String()
 		}
 	}
-	return first.String() + "-" + after.String() // not a network, so it is a foreign element
+	return start.String() + "-" + end.String() // not a network, so it is a foreign element
 }
 
 // afterLast returns the address after the last one of a network; it wraps around.

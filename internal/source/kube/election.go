@@ -97,9 +97,9 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
 	config.QPS, config.Burst = 5, 10 // a separate limit, so that other requests cannot delay requests for the Lease
-	// A separate connection, which is closed after a request without a response. An HTTP/2
-	// connection would stay open. After a network outage every request on it would wait for TCP's
-	// next retransmission, which TCP repeats as rarely as once in two minutes.
+	// HTTP/1.1 closes a connection after a request without a response. An HTTP/2 connection would
+	// stay open. After a network outage, every request on it would wait for TCP's next
+	// retransmission, up to two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -238,8 +238,8 @@ func (e *election) confirmed(now time.Time) bool {
 }
 
 // begin returns how long the Lease must not be written. If that is 0 and this replica is not the
-// holder, this replica makes no further promises to other gateways until it has read the result of
-// its request. renewForHolder is true if the holder answers but does not renew the Lease.
+// holder, this replica makes no further promises to other gateways until it knows the result of its
+// request for the Lease. renewForHolder is true if the holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -250,8 +250,8 @@ func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool
 	return r.wait, r.deferring && now.Sub(e.seen) >= renewForHolderAfter
 }
 
-// renewForHolder renews the Lease in the name of its holder. This does not count as a sign of life.
-// If the holder stops answering, a takeover is as quick as without renewForHolder.
+// renewForHolder renews the Lease in the name of its holder. The renewal does not count as a sign
+// of life of the holder, so it delays no takeover.
 func (e *election) renewForHolder(ctx context.Context, now time.Time) {
 	e.renewedForHolder = now
 	lease := e.lease.DeepCopy()

@@ -444,10 +444,9 @@ func (p phase) String() string {
 	return fmt.Sprintf("%v hung %v, restarted %v, replaced %v, dead %v, %v", p.links, p.hung, p.restart, p.replace, p.dead, p.lasts)
 }
 
-// settled is the maximum time from a change until some gateway sends to peers again. The Lease
-// counts as expired leaseDuration after the API server has become reachable. A gateway tries to
-// reach the API server every retryPeriod, and each attempt may take leaseTimeout.
-const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
+// settleTime is the maximum time from a change until some gateway sends to peers again: the time in
+// which the Lease and then a promise expire, and two attempts to reach the API server.
+const settleTime = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
 // play runs the phases. Every 50 ms it checks that at most one gateway may send to peers, and
 // that no gateway that could send is silent for long.
@@ -527,7 +526,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if silent += look; a || b {
 					silent = 0
 				}
-				if silent > settled && can {
+				if silent > settleTime && can {
 					failed(n, after, "nobody sends")
 				}
 			}
@@ -820,7 +819,8 @@ func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	}
 }
 
-// Without an API server, the election of a restarted gateway begins before objects is set.
+// Without an API server, the election of a restarted gateway begins before the gateway has a cache
+// of objects.
 func TestLeaseHasNoKnownHolderBeforeItIsWatched(t *testing.T) {
 	g := &Gateway{o: GatewayOptions{Namespace: "isthmus", Pod: "a"}}
 	if holder := g.holder(t.Context()); holder != "" {
