@@ -48,7 +48,7 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	switch {
 	case !podOK || !externalOK:
 	case c.Pod.Addr().Is4() != c.External.Addr().Is4():
-		r.addAt(external, "%v is %s, but %s is %v; want networks of one family", c.External, family(c.External), pod.words, c.Pod)
+		r.addAt(external, "%v is %s, but %s is %v; want networks of one family", c.External, family(c.External), pod.label, c.Pod)
 	default:
 		r.apart(external, c.External, pod, c.Pod)
 	}

@@ -162,7 +162,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		field := "spec.clusterMappings[" + quote(m.Real.String()) + "]"
 		switch {
 		case m == self:
-			// already in the list
+			// endpoints already contains it
 		case !m.Real.IsValid() || !m.Seen.IsValid():
 			r.add(field, "has no address; want an endpoint and the address at which cluster %s sees it", quote(p.ID))
 		case !external.Contains(m.Seen):

@@ -79,7 +79,7 @@ type Decider struct {
 func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, onlyPods: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
+	d := nodeDecision{nodes: nodes, onlyPods: in.OnlyPods, oneGateway: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "does not exist; want the name of the Node on which the agent runs")
 		return RefusingState(d.refused), d.problems
@@ -103,7 +103,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	d.addSourceNAT(in, ownPods)
 	d.nameStrangers(in, ownPods)
 	var own, local []netip.Prefix
-	if d.one {
+	if d.oneGateway {
 		d.toGateway(in.Gateway)
 	} else {
 		own, local = d.addTunnels(in.Tunnels)
@@ -162,20 +162,20 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 }
 
 type nodeDecision struct {
-	self     ClusterNode
-	onlyPods bool                      // all gateways are Pods, so other nodes do not matter
-	one      bool                      // one gateway serves all peers
-	senders  []GatewayPod              // see NodeIntent.Senders
-	gateways map[netip.Addr]GatewayPod // see NodeIntent.nextHops
-	nodes    []ClusterNode             // the oldest first
-	refused  []netip.Prefix            // networks of peers
-	remote   kernel.Remote             // refused, as sets of the filter
-	src      netip.Addr                // source of the routes to the one gateway; zero: no such routes
-	trusted  bool                      // see podCIDRsHold
-	overlay  map[string]netip.Addr     // overlay addresses by name of the node
-	outer    []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
-	node     kernel.State
-	problems []Problem
+	self       ClusterNode
+	onlyPods   bool                      // all gateways are Pods, so other nodes do not matter
+	oneGateway bool                      // one gateway serves all peers
+	senders    []GatewayPod              // see NodeIntent.Senders
+	gateways   map[netip.Addr]GatewayPod // see NodeIntent.nextHops
+	nodes      []ClusterNode             // the oldest first
+	refused    []netip.Prefix            // networks of peers
+	remote     kernel.Remote             // refused, as sets of the filter
+	src        netip.Addr                // source of the routes to the one gateway; zero: no such routes
+	trusted    bool                      // see podCIDRsHold
+	overlay    map[string]netip.Addr     // overlay addresses by name of the node
+	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
+	node       kernel.State
+	problems   []Problem
 }
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
@@ -286,7 +286,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	for addr := range d.gateways {
 		mac := GatewayMAC(addr)
 		s.FDB = append(s.FDB, kernel.FDBEntry{Dev: dev, MAC: mac, Dst: addr})
-		if d.one {
+		if d.oneGateway {
 			addr = gatewayHop
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})

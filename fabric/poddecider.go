@@ -16,7 +16,7 @@ import (
 type PodDecider struct {
 	made     bool
 	peers    []*GatewayPeer
-	further  map[string]TunnelSet
+	inUse    map[string]TunnelSet
 	mtus     [3]int // mtu, tunnels, underlayMTU
 	in       PodNetwork
 	state    kernel.State
@@ -28,14 +28,14 @@ type PodDecider struct {
 }
 
 // GatewayPodFor is a faster form of the function GatewayPodFor.
-func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	mtus := [3]int{mtu, tunnels, underlayMTU}
-	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
+	if m.made && mtus == m.mtus && m.samePeers(peers, inUse) &&
 		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.applyNodeChanges(in) {
 		return m.state, m.problems
 	}
-	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
-	*m = PodDecider{made: true, peers: peers, further: maps.Clone(further), mtus: mtus, in: in, state: d.node, problems: SortProblems(d.problems), sources: d.outer}
+	d := decidePod(peers, inUse, mtu, tunnels, underlayMTU, in)
+	*m = PodDecider{made: true, peers: peers, inUse: maps.Clone(inUse), mtus: mtus, in: in, state: d.node, problems: SortProblems(d.problems), sources: d.outer}
 	for i := range peers {
 		m.own = append(m.own, peers[i].Local.Pod)
 	}
@@ -54,10 +54,10 @@ func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]Tunn
 
 // samePeers reports whether all values of peers on which GatewayPodFor depends are the same.
 // Endpoints and keys are not among them.
-func (m *PodDecider) samePeers(peers []*GatewayPeer, further map[string]TunnelSet) bool {
+func (m *PodDecider) samePeers(peers []*GatewayPeer, inUse map[string]TunnelSet) bool {
 	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b *GatewayPeer) bool {
 		return a == b || a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
-	})) && maps.Equal(further, m.further)
+	})) && maps.Equal(inUse, m.inUse)
 }
 
 // sameList reports whether two lists share the same memory.

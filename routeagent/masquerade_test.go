@@ -342,7 +342,7 @@ func TestOverlayMTUFollowsThePathToTheGateway(t *testing.T) {
 	n, gateway := c.Nodes[1], c.pod(0).Addr
 	c.in.OnlyPods, c.in.Gateways = true, []fabric.GatewayPod{{Addr: gateway, Host: c.Nodes[0].Addr}}
 	c.in.Tunnels[0].Gateway = gateway
-	c.want()
+	c.writeIntent()
 	mtuOf := func(dev string) (mtu int) {
 		f := strings.Fields(c.run(n.Host, "ip -o link show dev %s", dev))
 		_, _ = fmt.Sscan(f[slices.Index(f, "mtu")+1], &mtu)

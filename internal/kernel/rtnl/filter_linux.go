@@ -197,8 +197,8 @@ func readBridge() []kernel.Bridge {
 var errChanged = errors.New("another process has changed it")
 
 // readTable returns the elements of the sets of a table, whether the table exists, and an error if
-// its content is unexpected. chains returns the expected chains. To read the comments of a chain's
-// rules, it may call its argument comments.
+// its content is unexpected. The function chains returns the expected chains. It may call comments
+// to read the comments of a chain's rules.
 func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(comments func(chain string) []string) []kernel.FilterChain) (elements map[string]string, exists bool, err error) {
 	c, err := newConn(nftables.AsLasting()) // the same socket for all requests
 	if err != nil {

@@ -200,7 +200,7 @@ func TestRestartedStandbyLearnsTheActiveGateway(t *testing.T) {
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseTransitions: &transitions}}
 	withList(lease, list)
 	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
-	e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal(), votes: &ballot{Candidate: candidate}}
+	e := &election{identity: "me", log: quiet, changed: newSignal(), leaseChanged: newSignal(), votes: &ballot{Candidate: candidate}}
 	e.recall(acquaintance{Transition: transitions, List: list})
 	e.reached(nil)
 	e.observe(lease, time.Now())

@@ -54,17 +54,17 @@ const (
 //
 // A replica counts as active if it is the holder and may send to peers.
 type election struct {
-	leases   coordination.LeaseInterface
-	web      *http.Client // HTTP client of leases only
-	identity string
-	id       gatewayID // hash of identity
-	log      *slog.Logger
-	changed  signal        // the result of holder or active changed
-	met      func()        // called when another gateway answers for the first time; may be nil
-	look     signal        // the Lease changed
-	voted    signal        // the votes have changed
-	votes    *ballot       // nil: nodes never vote
-	cached   func() string // the holder of the Lease according to the watch, which may be behind
+	leases       coordination.LeaseInterface
+	web          *http.Client // HTTP client of leases only
+	identity     string
+	id           gatewayID // hash of identity
+	log          *slog.Logger
+	changed      signal        // the result of holder or active changed
+	met          func()        // called when another gateway answers for the first time; may be nil
+	leaseChanged signal        // the Lease has changed
+	voted        signal        // the votes have changed
+	votes        *ballot       // nil: nodes never vote
+	cached       func() string // the holder of the Lease according to the watch, which may be behind
 
 	// Only the goroutine of run uses these.
 	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
@@ -115,7 +115,7 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 }
 
 func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
-	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*otherGateway)}
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), leaseChanged: newSignal(), voted: newSignal(), others: make(map[gatewayID]*otherGateway)}
 }
 
 // run takes part in the election until ctx ends.
@@ -146,7 +146,7 @@ func (e *election) run(ctx context.Context) {
 				waiting = false
 			case <-counted:
 				waiting = !e.counted(time.Now())
-			case <-e.look:
+			case <-e.leaseChanged:
 				if e.holds() && e.cached() == e.identity && !e.lacksMajority() {
 					continue // this replica's own write caused the change
 				}
@@ -355,8 +355,8 @@ func (e *election) reevaluateLocked(now time.Time) {
 	if r.lost {
 		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
-		e.look.set()    // read the Lease if possible
-		e.changed.set() // also set if this replica was not sending before
+		e.leaseChanged.set() // read the Lease if possible
+		e.changed.set()      // also set if this replica was not sending before
 	}
 	e.unanswered = r.unanswered
 	if r.maySend == e.sending {

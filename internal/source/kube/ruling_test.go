@@ -365,7 +365,7 @@ func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, e
 	w.mu.Unlock()
 	for i, g := range w.gw {
 		if g.mu.Lock(); g.e != nil && now.api[i] {
-			g.e.look.set()
+			g.e.leaseChanged.set()
 		}
 		g.mu.Unlock()
 	}
@@ -626,7 +626,7 @@ func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 
 // A gateway that is not listed yet counts only after it has answered a question. Until then the
 // holder does not report its silence to that gateway. Afterwards that gateway may act on the
-// silence, because the silent holder sends nothing before it has a promise of that gateway.
+// silence, because the holder sends nothing without that gateway's promise.
 func TestUnlistedGatewayCountsOnlyAfterItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
