@@ -117,9 +117,9 @@ func (a Accept) Comments() (all []string) {
 	return all
 }
 
-// OwnComment reports whether a comment marks one of our rules. It returns the addresses of the
-// gateway on our node (local) and of the gateway on another node (remote) that the rule is for.
-// Both are empty if the rule is for our devices.
+// OwnComment reports whether a comment marks one of our rules. local is the address of the rule's
+// gateway on our node, and remote that of its gateway on another node. Each is empty if the rule has
+// no such gateway.
 func OwnComment(comment string) (local, remote string, ours bool) {
 	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
 		local, remote, _ = strings.Cut(gateways, "-")

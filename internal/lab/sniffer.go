@@ -203,15 +203,15 @@ func (s *Sniffer) Take() []Leak {
 	return leaks
 }
 
-// Excuse removes the leaks for which known returns true from the report, counts them as Excused,
+// Excuse removes the leaks for which isKnown returns true from the report, counts them as Excused,
 // and returns them.
-func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
+func (s *Sniffer) Excuse(isKnown func(Leak) bool) (excused []Leak) {
 	s.settle()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var others []Leak
 	for _, l := range s.report.Leaks {
-		if known(l) {
+		if isKnown(l) {
 			excused = append(excused, l)
 		} else {
 			others = append(others, l)

@@ -189,8 +189,8 @@ func TestApplyRepairsChangedRoutes(t *testing.T) {
 	}
 }
 
-// Apply makes the VXLAN device as wanted, including the outer checksum. It replaces a device with
-// another checksum.
+// Apply makes a VXLAN device with or without outer checksums, as wanted. It replaces a device with
+// the other setting.
 func TestOuterPacketsHaveNoChecksum(t *testing.T) {
 	n := open(t, RouteAgent)
 	want := State{Devices: []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort, Local: via4}}}}

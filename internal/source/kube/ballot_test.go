@@ -528,7 +528,7 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 	if !e.active() {
 		t.Error("the gateway that switches is no longer active")
 	}
-	if l := listOf(s.world.old); l.Version <= previous.Version || len(l.Voters) > 0 {
+	if l := listOf(s.world.lease); l.Version <= previous.Version || len(l.Voters) > 0 {
 		t.Errorf("after the list %v the Lease has %v", previous, l)
 	}
 
@@ -555,7 +555,7 @@ func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 	s.until("nodes have stored another version", func() bool { return e.votes.View().List > previous.Version })
 	e.votes.SetNodes(s.nodes)
 	s.step()
-	l := listOf(s.world.old)
+	l := listOf(s.world.lease)
 	if !e.active() || !maps.Equal(l.Voters, previous.Voters) {
 		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), previous, l)
 	}

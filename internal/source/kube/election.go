@@ -50,7 +50,7 @@ const (
 // client-go's elector differs in each of these points. It gives up when it cannot renew for a
 // while, and then the first replica to reach the API server takes over. It also reads the Lease
 // only every two to four seconds. This election learns of changes from a watch, and takes over as
-// soon as the Lease has expired. The content of the Lease has the same meaning for both.
+// soon as the Lease has expired. The content of the Lease means the same to both electors.
 //
 // A replica counts as active if it is the holder and may send to peers.
 type election struct {

@@ -146,16 +146,16 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 // world simulates an API server, two gateways and the connections between them, in the time of
 // a synctest bubble.
 type world struct {
-	t    *testing.T
-	rng  *rand.Rand
-	key  [32]byte
-	mu   sync.Mutex
-	now  links
-	old  *coordinationv1.Lease // the Lease as stored
-	rv   int
-	gw   [2]*simGateway
-	hung bool // a request over a cut connection gets no answer; otherwise it is refused
-	calm bool // no request is slow, and no datagram or answer is lost
+	t     *testing.T
+	rng   *rand.Rand
+	key   [32]byte
+	mu    sync.Mutex
+	now   links
+	lease *coordinationv1.Lease // the stored Lease
+	rv    int
+	gw    [2]*simGateway
+	hung  bool // a request over a cut connection gets no answer; otherwise it is refused
+	calm  bool // no request is slow, and no datagram or answer is lost
 }
 
 // links are the connections that work.
@@ -233,7 +233,7 @@ func (g *simGateway) start() {
 	cached := func() string {
 		g.w.mu.Lock()
 		defer g.w.mu.Unlock()
-		return holderOf(g.w.old)
+		return holderOf(g.w.lease)
 	}
 	e := electionWith(&simLeases{g: g}, g.pod(), cached, quiet)
 	known := g.known
@@ -326,17 +326,17 @@ func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinati
 		return nil, err
 	}
 	defer l.g.w.mu.Unlock()
-	if l.g.w.old == nil {
+	if l.g.w.lease == nil {
 		return nil, apierrors.NewNotFound(leaseResource, "isthmus-gateway")
 	}
-	return l.g.w.old.DeepCopy(), nil
+	return l.g.w.lease.DeepCopy(), nil
 }
 
 func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ metav1.CreateOptions) (*coordinationv1.Lease, error) {
 	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
-	if l.g.w.old != nil {
+	if l.g.w.lease != nil {
 		l.g.w.mu.Unlock()
 		return nil, apierrors.NewAlreadyExists(leaseResource, lease.Name)
 	}
@@ -347,7 +347,7 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
-	if l.g.w.old == nil || l.g.w.old.ResourceVersion != lease.ResourceVersion {
+	if l.g.w.lease == nil || l.g.w.lease.ResourceVersion != lease.ResourceVersion {
 		l.g.w.mu.Unlock()
 		return nil, apierrors.NewConflict(leaseResource, lease.Name, errors.New("changed"))
 	}
@@ -359,9 +359,9 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
 	w := l.g.w
 	w.rv++
-	w.old = lease.DeepCopy()
-	w.old.ResourceVersion = fmt.Sprint(w.rv)
-	result, lost, now := w.old.DeepCopy(), w.rng.IntN(20) == 0 && !w.calm, w.now
+	w.lease = lease.DeepCopy()
+	w.lease.ResourceVersion = fmt.Sprint(w.rv)
+	result, lost, now := w.lease.DeepCopy(), w.rng.IntN(20) == 0 && !w.calm, w.now
 	w.mu.Unlock()
 	for i, g := range w.gw {
 		if g.mu.Lock(); g.e != nil && now.api[i] {
@@ -714,7 +714,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 		for range 60 {
 			time.Sleep(time.Second)
 			w.mu.Lock()
-			lease := w.old.DeepCopy()
+			lease := w.lease.DeepCopy()
 			w.mu.Unlock()
 			if age := time.Since(lease.Spec.RenewTime.Time); holderOf(lease) != "a" || age > leaseDuration {
 				t.Fatalf("the Lease is that of %s, renewed %v ago", holderOf(lease), age)
