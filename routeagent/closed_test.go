@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// sendDatagrams sends datagrams to the remote networks from a host until the returned function is
-// called, which returns the number of datagrams.
+// sendDatagrams sends datagrams to the remote networks from a host until stop is called. stop
+// returns the number of datagrams.
 func (c *cluster) sendDatagrams(from *lab.Host) (stop func() int) {
 	c.t.Helper()
 	var conns []net.PacketConn

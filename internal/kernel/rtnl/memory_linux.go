@@ -170,9 +170,9 @@ type commit struct {
 	at         time.Time
 }
 
-// commit records that we are about to create the generation after present, the present one. present
-// is 0 if it is unknown. The caller has to check afterwards whether the created generation is
-// really ours.
+// commit records that we are about to create the generation after present. present is the current
+// generation, or 0 if that is unknown. The caller has to check afterwards whether the created
+// generation is really ours.
 func (m *memory) commit(present uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
