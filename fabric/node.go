@@ -268,8 +268,8 @@ func (d *nodeDecision) findOverlays() {
 	}
 }
 
-// addOverlay adds our overlay device, with neighbours and FDB entries for gateways. If a gateway uses
-// its host's network, it also adds entries for every other node.
+// addOverlay adds our overlay device, with neighbours and FDB entries for gateways. If a gateway
+// uses its host's network, it also adds entries for every other node.
 func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay

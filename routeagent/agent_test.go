@@ -217,8 +217,8 @@ func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
 // hopStandIn is the node's address on the device that leads to the stand-in.
 const hopStandIn = "169.254.77.1"
 
-// standIn adds the rule and the routes of a gateway to a node, and a device to remoteHost, which answers
-// for remote addresses.
+// standIn adds the rule and the routes of a gateway to a node, and a device to remoteHost, which
+// answers for remote addresses.
 func (c *cluster) standIn(n *lab.Node, remoteHost *lab.Host) {
 	const dev, addr = kernel.VethHost, "169.254.77.2"
 	c.run(n.Host, "ip link add %s type veth peer name standin netns %s", dev, remoteHost.Netns())

@@ -118,8 +118,8 @@ func (a Accept) Comments() (all []string) {
 }
 
 // OwnComment reports whether a comment marks one of our rules. local is the address of the rule's
-// gateway on our node, and remote that of its gateway on another node. Each is empty if the rule has
-// no such gateway.
+// gateway on our node, and remote that of its gateway on another node. Each is empty if the rule
+// has no such gateway.
 func OwnComment(comment string) (local, remote string, ours bool) {
 	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
 		local, remote, _ = strings.Cut(gateways, "-")

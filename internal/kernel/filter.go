@@ -64,8 +64,8 @@ type FilterSets struct {
 	Underlay, Bridges    []string
 }
 
-// FilterFor makes a Filter. It leaves out networks inside others. It keeps IPv6 only in the networks
-// of peers, for which no packet may leave in the clear: the overlay does not carry IPv6.
+// FilterFor makes a Filter. It leaves out networks inside others. It keeps IPv6 only in the
+// networks of peers, for which no packet may leave in the clear: the overlay does not carry IPv6.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),

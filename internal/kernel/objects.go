@@ -134,9 +134,9 @@ type VXLAN struct {
 	Port     uint16
 	Local    netip.Addr
 	Learning bool
-	// UDPChecksum is true if outer packets have a checksum. They need none (RFC 7348, section 5). If
-	// a CNI translates outer packets whose inner checksum is not computed yet, Linux corrupts the
-	// outer one.
+	// UDPChecksum is true if outer packets have a checksum. They need none (RFC 7348, section 5).
+	// If a CNI translates outer packets whose inner checksum is not computed yet, Linux corrupts
+	// the outer one.
 	UDPChecksum bool
 }
 

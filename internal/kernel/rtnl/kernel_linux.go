@@ -229,8 +229,8 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	return all, err
 }
 
-// apply executes the plan. The function after returns the state that results if all changes succeed,
-// or nil if it cannot tell.
+// apply executes the plan. The function after returns the state that results if all changes
+// succeed, or nil if it cannot tell.
 func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
 	have, err := k.remembered(want)
 	for range 5 { // a change during a dump interrupts it, which is common on a busy node
