@@ -29,7 +29,7 @@ func (r *report) at(field string) place { return placeIn(r.origin, field) }
 type place struct {
 	origin Origin
 	field  string // JSON path
-	words  string // the value's name in problems about other values
+	label  string // the value's name in problems about other values
 }
 
 func placeIn(o Origin, field string) place { return place{o, field, field} }
@@ -192,7 +192,7 @@ func (p *Peer) check(from places) []Problem {
 			if n.seen.Contains(addr) {
 				// If a network contained the endpoint, the host would route the tunnel's own UDP
 				// packets into the tunnel.
-				r.addAt(from.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
+				r.addAt(from.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().label)
 			}
 		}
 	}
@@ -217,10 +217,10 @@ func (r *report) checkNetwork(n pair) bool {
 	switch {
 	case !sound:
 	case n.own.Addr().Is4() != n.seen.Addr().Is4():
-		r.addAt(n.seenAt, "%v is %s, but %s is %v; want a network of the same family", n.seen, family(n.seen), n.ownAt.words, n.own)
+		r.addAt(n.seenAt, "%v is %s, but %s is %v; want a network of the same family", n.seen, family(n.seen), n.ownAt.label, n.own)
 		sound = false
 	case n.own.Bits() != n.seen.Bits():
-		r.addAt(n.seenAt, "%v differs in length from %s, %v; want a /%d", n.seen, n.ownAt.words, n.own, n.own.Bits())
+		r.addAt(n.seenAt, "%v differs in length from %s, %v; want a /%d", n.seen, n.ownAt.label, n.own, n.own.Bits())
 		sound = false
 	}
 	return sound
@@ -263,7 +263,7 @@ func (r *report) checkPrefix(at place, p netip.Prefix) bool {
 func (r *report) checkOverlaps(localPod, localExternal, remotePod, remoteExternal pair) {
 	for _, n := range []pair{localExternal, remotePod, remoteExternal} {
 		if n.own.Addr().Is4() != localPod.own.Addr().Is4() {
-			r.addAt(n.ownAt, "%v is %s, but %s is %v; want networks of one family", n.own, family(n.own), localPod.ownAt.words, localPod.own)
+			r.addAt(n.ownAt, "%v is %s, but %s is %v; want networks of one family", n.own, family(n.own), localPod.ownAt.label, localPod.own)
 			return
 		}
 	}
@@ -281,7 +281,7 @@ func (r *report) checkOverlaps(localPod, localExternal, remotePod, remoteExterna
 
 func (r *report) apart(at place, p netip.Prefix, otherAt place, other netip.Prefix) {
 	if p.Overlaps(other) {
-		r.addAt(at, "%v overlaps %s, %v; want networks that do not overlap", p, otherAt.words, other)
+		r.addAt(at, "%v overlaps %s, %v; want networks that do not overlap", p, otherAt.label, other)
 	}
 }
 

@@ -84,7 +84,7 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 		return "there is no address"
 	}
 	if addr.Zone() != "" {
-		return quote(addr.String()) + " has an IPv6 zone" // which may be any text
+		return quote(addr.String()) + " has an IPv6 zone" // quoted, because a zone may be any text
 	}
 	addr = addr.Unmap() // the kernel sends packets for an IPv4-mapped address by IPv4
 	if v4, kind := embedded(addr); kind != "" {
@@ -102,8 +102,8 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	return site(addr)
 }
 
-// A SiteIndex checks addresses as its Site does, but fast enough for each message: the cost hardly
-// depends on the number of networks, of which each peer adds two. A SiteIndex is immutable.
+// A SiteIndex checks addresses like its Site, but fast enough for each received message, even with
+// thousands of networks. A SiteIndex is immutable.
 type SiteIndex struct {
 	site     Site
 	networks *prefixIndex // of site.Networks
@@ -118,15 +118,15 @@ func (s Site) Index() *SiteIndex {
 	return x
 }
 
-// find returns the number of a network that contains addr and has this value of Relay, or -1.
+// find returns the index of a network that contains addr and whose Relay equals relay, or -1.
 func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
 	return x.networks.find(addr, func(i int) bool { return x.site.Networks[i].Relay == relay })
 }
 
-// CheckEndpoint returns the same as Site.CheckEndpoint.
+// CheckEndpoint is a faster Site.CheckEndpoint.
 func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
-		first := -1 // lowest number of a network that contains addr; -1: none
+		first := -1 // lowest index of a network that contains addr; -1: none
 		x.networks.find(addr, func(i int) bool {
 			if first < 0 || i < first {
 				first = i

@@ -48,7 +48,7 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	switch {
 	case !podOK || !externalOK:
 	case c.Pod.Addr().Is4() != c.External.Addr().Is4():
-		r.addAt(external, "%v is %s, but %s is %v; want networks of one family", c.External, family(c.External), pod.words, c.Pod)
+		r.addAt(external, "%v is %s, but %s is %v; want networks of one family", c.External, family(c.External), pod.label, c.Pod)
 	default:
 		r.apart(external, c.External, pod, c.Pod)
 	}
@@ -58,7 +58,7 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 		r.addAt(at.endpoint, "%s", wrong)
 	}
 	c.Port, c.PublicKey, c.Tunnels = r.backend(at, spec.BackendType, spec.BackendConfig)
-	if wrong := checkPublicKey(c.PublicKey); wrong != "" && c.PublicKey != ([32]byte{}) { // backend has reported a zero key
+	if wrong := checkPublicKey(c.PublicKey); wrong != "" && c.PublicKey != ([32]byte{}) { // the method backend has already reported a zero key
 		r.addAt(at.publicKey, "%s", wrong)
 	}
 	r.tunnels(at.tunnels, c.PublicKey, c.Port, c.Tunnels)
@@ -92,7 +92,7 @@ func (r Receiver) site() Site {
 // Neighbours lists the conflicts of a claim with our other peers.
 type Neighbours struct {
 	TakenKeys         [][32]byte // the claim's public keys that another peer had first, for any tunnel
-	EndpointTunnelled bool       // the endpoint is inside a network in use here for another peer
+	EndpointTunnelled bool       // the endpoint is inside a network that we use for another peer
 }
 
 // A Refusal is a Problem with its reason for the condition Accepted.

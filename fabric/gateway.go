@@ -33,7 +33,7 @@ type GatewayPeer struct {
 
 	// InBand lets the peer's gateway reach our API server, and our manager reach the peer's.
 	InBand bool
-	// InBandLeaving restricts InBand to our manager, because the peering is ending.
+	// InBandLeaving limits InBand to our manager's access, because the peering is ending.
 	InBandLeaving bool
 
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
@@ -44,8 +44,8 @@ type GatewayPeer struct {
 	// together. The gateway adds MTU and MSS to them, which depend on the path to the peer.
 	Rules natengine.Peer
 
-	// Probe is where the connection check sends its PINGs: the first host of Xb@A, UDP port 12345
-	// (docs/liqo-v0.md, section 8).
+	// Probe is the destination of the connection check's PINGs: the first host of Xb@A, UDP port
+	// 12345 (docs/liqo-v0.md, section 8).
 	Probe netip.AddrPort
 
 	Origin Origin // the object this peer was read from
@@ -162,7 +162,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		field := "spec.clusterMappings[" + quote(m.Real.String()) + "]"
 		switch {
 		case m == self:
-			// already in the list
+			// endpoints already contains it
 		case !m.Real.IsValid() || !m.Seen.IsValid():
 			r.add(field, "has no address; want an endpoint and the address at which cluster %s sees it", quote(p.ID))
 		case !external.Contains(m.Seen):
@@ -314,8 +314,8 @@ func (k *keeper) endpointAt(addr netip.Addr) int {
 	return at
 }
 
-// find returns the index at which prefix is, or has to be inserted, in k.nets, and a network that
-// overlaps prefix, if any.
+// find returns the index in k.nets at which prefix is or has to be inserted, and a network that
+// overlaps prefix, or nil.
 func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *peerNetwork) {
 	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *peerNetwork, p netip.Prefix) int {
 		return o.prefix.Addr().Compare(p.Addr())

@@ -25,7 +25,7 @@ type decidedPeer struct {
 	intent   uint64 // number of the last Intent that had the peer
 }
 
-// GatewayFor returns the same as the function GatewayFor.
+// GatewayFor is a faster form of the function GatewayFor.
 func (d *GatewayDecider) GatewayFor(in Intent) (Gateway, []Problem) {
 	peers := in.Peers
 	in.Peers = nil

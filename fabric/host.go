@@ -71,9 +71,8 @@ func (s TunnelSet) devs() string {
 // Both ends of the veth have the MTU of the tunnel, the largest of all peers. The host therefore
 // refuses a larger packet of a pod, and the pod gets the ICMP error from an address that it knows.
 // A superpacket passes, because the kernel compares the size of its segments. If a packet fits this
-// MTU but not the MTU of its peer, the engine answers it. If a peer with a larger tunnel sends a
-// packet that is too large, the gateway's namespace answers it, so that the sender learns the
-// smaller MTU.
+// MTU but not the MTU of its peer, the engine answers with an ICMP error. If a peer with a larger
+// tunnel sends a packet that is too large, the gateway's namespace answers with such an error.
 func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix

@@ -111,7 +111,7 @@ ip -6 rule add priority 420 lookup 4200 protocol 71
 	if got := left.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
-	// Stopping must not add anything: otherwise packets would not be refused for a moment.
+	// A stop only removes objects. A refusing route that had to be added would come too late.
 	if p := kernel.AdditionsFor(GatewayHostFor(peers, nil, 1440, 1), left); len(p) > 0 {
 		t.Errorf("\n%s", p.Commands("NS"))
 	}

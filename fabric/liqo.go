@@ -147,7 +147,7 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 
 // MappingsFrom reads a NatMapping. It returns the valid entries, sorted by the address seen, and a
 // Problem for each other entry. Without a valid cluster ID or ExternalCIDR no entry is valid. It
-// cannot know whether spec.externalCIDR is still the peer's; GatewayFor checks the addresses.
+// cannot tell whether spec.externalCIDR is outdated; GatewayFor checks the addresses.
 func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings []Mapping, problems []Problem) {
 	r := report{origin: o}
 	if wrong := CheckClusterID(nm.Spec.ClusterID); wrong != "" {

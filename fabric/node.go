@@ -64,9 +64,9 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // our node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
-// A Decider computes the state for successive intents. It caches the results for the networks of
-// peers, of which there may be thousands, until these change. The zero value is ready. Only one
-// goroutine may use it, and callers must not modify the result.
+// A Decider computes the state for successive intents. There may be thousands of routes for
+// networks of peers. The Decider reuses these routes until the networks change. The zero value is
+// ready. Only one goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
 	src     netip.Addr     // source of the routes to the gateway; zero: no such routes
@@ -75,11 +75,11 @@ type Decider struct {
 	remote  kernel.Remote  // refused, as sets of the filter
 }
 
-// NodeFor returns the same as the function NodeFor.
+// NodeFor is a faster form of the function NodeFor.
 func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, onlyPods: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
+	d := nodeDecision{nodes: nodes, onlyPods: in.OnlyPods, oneGateway: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused()}
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "does not exist; want the name of the Node on which the agent runs")
 		return RefusingState(d.refused), d.problems
@@ -103,7 +103,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	d.addSourceNAT(in, ownPods)
 	d.nameStrangers(in, ownPods)
 	var own, local []netip.Prefix
-	if d.one {
+	if d.oneGateway {
 		d.toGateway(in.Gateway)
 	} else {
 		own, local = d.addTunnels(in.Tunnels)
@@ -123,8 +123,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// setRefused discards the cache if the networks have changed. The method NodeFor calls it before
-// the method peers.
+// setRefused discards the cache if the networks have changed.
 func (m *Decider) setRefused(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
@@ -151,7 +150,7 @@ func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	return m.routes
 }
 
-// everythingOf returns 0.0.0.0/0 and ::/0, each only if one of the networks is of its family.
+// everythingOf returns 0.0.0.0/0 if a network is IPv4, and ::/0 if a network is IPv6.
 func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
 		sameFamily := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
@@ -163,20 +162,20 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 }
 
 type nodeDecision struct {
-	self     ClusterNode
-	onlyPods bool                      // all gateways are Pods, so other nodes do not matter
-	one      bool                      // one gateway serves all peers
-	senders  []GatewayPod              // see NodeIntent.Senders
-	gateways map[netip.Addr]GatewayPod // see NodeIntent.nextHops
-	nodes    []ClusterNode             // the oldest first
-	refused  []netip.Prefix            // networks of peers
-	remote   kernel.Remote             // refused, as sets of the filter
-	src      netip.Addr                // source of the routes to the one gateway; zero: no such routes
-	trusted  bool                      // see podCIDRsHold
-	overlay  map[string]netip.Addr     // overlay addresses by name of the node
-	outer    []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
-	node     kernel.State
-	problems []Problem
+	self       ClusterNode
+	onlyPods   bool                      // all gateways are Pods, so other nodes do not matter
+	oneGateway bool                      // one gateway serves all peers
+	senders    []GatewayPod              // see NodeIntent.Senders
+	gateways   map[netip.Addr]GatewayPod // see NodeIntent.nextHops
+	nodes      []ClusterNode             // the oldest first
+	refused    []netip.Prefix            // networks of peers
+	remote     kernel.Remote             // refused, as sets of the filter
+	src        netip.Addr                // source of the routes to the one gateway; zero: no such routes
+	trusted    bool                      // see podCIDRsHold
+	overlay    map[string]netip.Addr     // overlay addresses by name of the node
+	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
+	node       kernel.State
+	problems   []Problem
 }
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
@@ -269,8 +268,8 @@ func (d *nodeDecision) findOverlays() {
 	}
 }
 
-// addOverlay adds our overlay device, with neighbours and FDB entries for gateways and, if one of
-// them uses its host's network, for every other node.
+// addOverlay adds our overlay device, with neighbours and FDB entries for gateways. If a gateway
+// uses its host's network, it also adds entries for every other node.
 func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
@@ -287,7 +286,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	for addr := range d.gateways {
 		mac := GatewayMAC(addr)
 		s.FDB = append(s.FDB, kernel.FDBEntry{Dev: dev, MAC: mac, Dst: addr})
-		if d.one {
+		if d.oneGateway {
 			addr = gatewayHop
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})

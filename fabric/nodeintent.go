@@ -195,7 +195,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 }
 
 // RemotePodAddr returns an address that, as far as known, only a pod of another node can have. It
-// is zero if there is none, or without OnlyPods.
+// returns zero if there is none or if OnlyPods is false.
 func (in *NodeIntent) RemotePodAddr() netip.Addr {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 || !in.OnlyPods {
@@ -285,8 +285,8 @@ func subtract(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	return append(subtract(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), subtract(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
 }
 
-// lastButOne returns the last but one address of an IPv4 network, or the last if there are at most
-// two.
+// lastButOne returns the second-to-last address of an IPv4 network. If the network has at most two
+// addresses, it returns the last.
 func lastButOne(p netip.Prefix) netip.Addr {
 	a := p.Addr().As4()
 	for i := p.Bits(); i < 32; i++ {

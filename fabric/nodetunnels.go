@@ -10,7 +10,7 @@ import (
 )
 
 // addTunnels adds rules and routes for the networks of peers. local has the networks of peers whose
-// gateway is on our node. own has our PodCIDRs, as the tunnels of these peers have them.
+// gateway is on our node. own has our PodCIDRs according to these tunnels.
 func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))

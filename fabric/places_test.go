@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// After any sequence of changes, PodPlaces returns the same as lists of all nodes and pods. A
-// change that is not reported does not affect the result of Network.
+// After any sequence of changes, the results equal those computed from lists of all nodes and pods.
+// A change that is not reported does not affect the result of Network.
 func TestPodPlacesEqualAListOfAllNodesAndPods(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	own := ip("10.244.0.250")
@@ -102,7 +102,7 @@ func addrsOf(n PodNetwork) (all []netip.Addr) {
 	return all
 }
 
-// ownerIn computes Owner from the lists.
+// ownerIn computes the result of PodPlaces.Owner from lists of all nodes and pods.
 func ownerIn(n PodNetwork, addr netip.Addr) (o Owner) {
 	of := map[Owner]bool{}
 	for _, pod := range n.Pods {

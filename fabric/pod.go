@@ -149,7 +149,7 @@ func firstOfEach(routes []kernel.Route) []kernel.Route {
 
 // dropPodAddrs drops addresses of nodes that belong to pods: the address of our own Pod and, if
 // Trusted, addresses inside another node's podCIDRs. Otherwise write access to the status of one
-// Node could divert packets for pods of another.
+// Node could divert packets for another Node's pods.
 func (d *nodeDecision) dropPodAddrs(own netip.Addr) {
 	var pods prefixIndex // by node
 	for i, n := range d.nodes {

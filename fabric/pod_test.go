@@ -142,8 +142,8 @@ func TestGatewayFailoverChangesNoRoute(t *testing.T) {
 	}
 }
 
-// Without the gateway's Pod, or with a Pod address in a network of a peer, no packet is forwarded
-// for peers, and all are refused.
+// Without the gateway's Pod, or if the Pod has an address in a network of a peer, a node refuses
+// all packets for peers.
 func TestOnlyOurOwnPodsMayClaimToBeTheActiveGateway(t *testing.T) {
 	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1", "10.246.0.9"} {
 		in := oneGateway(t, "n3", bad)

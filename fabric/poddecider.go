@@ -10,13 +10,13 @@ import (
 
 // A PodDecider computes the state of a gateway that is a Pod for successive PodNetworks. If only a
 // node joined, left or changed, independently of other nodes, it adds and removes only that node's
-// objects. With thousands of nodes that costs a hundredth of a complete computation, which any
-// other change requires. The zero value is ready. Only one goroutine may use it, and callers must
+// objects. Any other change requires a complete computation, which takes a hundred times as long
+// with thousands of nodes. The zero value is ready. Only one goroutine may use it, and callers must
 // not modify the result.
 type PodDecider struct {
 	made     bool
 	peers    []*GatewayPeer
-	further  map[string]TunnelSet
+	inUse    map[string]TunnelSet
 	mtus     [3]int // mtu, tunnels, underlayMTU
 	in       PodNetwork
 	state    kernel.State
@@ -27,15 +27,15 @@ type PodDecider struct {
 	own     []netip.Prefix
 }
 
-// GatewayPodFor returns the same as the function GatewayPodFor.
-func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+// GatewayPodFor is a faster form of the function GatewayPodFor.
+func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	mtus := [3]int{mtu, tunnels, underlayMTU}
-	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
+	if m.made && mtus == m.mtus && m.samePeers(peers, inUse) &&
 		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.applyNodeChanges(in) {
 		return m.state, m.problems
 	}
-	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
-	*m = PodDecider{made: true, peers: peers, further: maps.Clone(further), mtus: mtus, in: in, state: d.node, problems: SortProblems(d.problems), sources: d.outer}
+	d := decidePod(peers, inUse, mtu, tunnels, underlayMTU, in)
+	*m = PodDecider{made: true, peers: peers, inUse: maps.Clone(inUse), mtus: mtus, in: in, state: d.node, problems: SortProblems(d.problems), sources: d.outer}
 	for i := range peers {
 		m.own = append(m.own, peers[i].Local.Pod)
 	}
@@ -54,10 +54,10 @@ func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]Tunn
 
 // samePeers reports whether all values of peers on which GatewayPodFor depends are the same.
 // Endpoints and keys are not among them.
-func (m *PodDecider) samePeers(peers []*GatewayPeer, further map[string]TunnelSet) bool {
+func (m *PodDecider) samePeers(peers []*GatewayPeer, inUse map[string]TunnelSet) bool {
 	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b *GatewayPeer) bool {
 		return a == b || a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
-	})) && maps.Equal(further, m.further)
+	})) && maps.Equal(inUse, m.inUse)
 }
 
 // sameList reports whether two lists share the same memory.
@@ -154,9 +154,9 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// independent reports whether a node that is not in m.used shares no address or network with
-// another node, a pod or a peer, and the state does not depend on its pods and routes. Its objects
-// can then be added and removed without regard to others.
+// independent reports whether a node's objects can be added or removed without regard to others.
+// The node must share no address or network with another node, a pod or a peer, and the state must
+// not depend on its pods and routes. m.used must not contain the node.
 func (m *PodDecider) independent(n ClusterNode) bool {
 	if n.Name == "" || n.Name == m.in.Node || m.routed(n) || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false

@@ -67,7 +67,7 @@ func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 		var d PodDecider
 		in := PodNetwork{Pod: addr(10), Node: "n00", Trusted: rng.IntN(3) > 0}
 		mtu := 1340
-		further := map[string]TunnelSet{}
+		inUse := map[string]TunnelSet{}
 		another := func() *GatewayPeer { // replaces a peer by a copy, and returns the copy
 			i := rng.IntN(5)
 			p := *peers[i]
@@ -95,7 +95,7 @@ func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 				p := another()
 				p.Origin.Name, p.AllowedIPs[1] = fmt.Sprint(step), pfx("fd00:9::/64") // IPv6, which causes a Problem
 			case 8:
-				further[peers[rng.IntN(5)].ID]++
+				inUse[peers[rng.IntN(5)].ID]++
 			default:
 				in.Nodes = slices.Clone(in.Nodes)
 				for range 1 + rng.IntN(3) {
@@ -112,13 +112,13 @@ func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 				}
 			}
 			rules := d.state.Rules
-			got, problems := d.GatewayPodFor(peers, further, mtu, 2, 1400, in)
+			got, problems := d.GatewayPodFor(peers, inUse, mtu, 2, 1400, in)
 			if sameList(rules, got.Rules) {
 				followed++
 			} else {
 				anew++
 			}
-			want, wantProblems := GatewayPodFor(peers, further, mtu, 2, 1400, in)
+			want, wantProblems := GatewayPodFor(peers, inUse, mtu, 2, 1400, in)
 			if !reflect.DeepEqual(got, want) || !reflect.DeepEqual(problems, wantProblems) {
 				t.Fatalf("round %d, step %d: of %+v\n%v\n%v\nwant\n%v\n%v", round, step, in, got, problems, want, wantProblems)
 			}

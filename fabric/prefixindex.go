@@ -36,14 +36,14 @@ func (x *prefixIndex) add(p netip.Prefix, number int) {
 	x.in[p] = append(x.in[p], number)
 }
 
-// find returns the number of the widest network that contains a and that accept approves, or -1. A
-// nil accept approves every number.
-func (x *prefixIndex) find(a netip.Addr, accept func(number int) bool) int {
-	if !a.IsValid() {
+// find returns the number of the widest network that contains addr and for whose number accept
+// returns true, or -1. If accept is nil, every number counts.
+func (x *prefixIndex) find(addr netip.Addr, accept func(number int) bool) int {
+	if !addr.IsValid() {
 		return -1
 	}
-	for _, bits := range x.lengths[a.BitLen()/128] {
-		p, err := a.WithZone("").Prefix(bits)
+	for _, bits := range x.lengths[addr.BitLen()/128] {
+		p, err := addr.WithZone("").Prefix(bits)
 		if err != nil {
 			continue
 		}

@@ -36,7 +36,7 @@ func Checksum(b []byte, sum uint64) uint16 { return ^fold(sum + uint64(sum16(b))
 // are swapped (RFC 1071, section 2). Two chains of additions run in parallel, because the
 // latency of the carry bounds a single chain.
 func sum16(b []byte) uint16 {
-	var s0, s1, over, c uint64
+	var s0, s1, carries, c uint64
 	for len(b) >= 128 {
 		p, q := b[:64:64], b[64:128:128]
 		s0, c = bits.Add64(s0, le.Uint64(p[0:]), 0)
@@ -47,7 +47,7 @@ func sum16(b []byte) uint16 {
 		s0, c = bits.Add64(s0, le.Uint64(p[40:]), c)
 		s0, c = bits.Add64(s0, le.Uint64(p[48:]), c)
 		s0, c = bits.Add64(s0, le.Uint64(p[56:]), c)
-		over += c
+		carries += c
 		s1, c = bits.Add64(s1, le.Uint64(q[0:]), 0)
 		s1, c = bits.Add64(s1, le.Uint64(q[8:]), c)
 		s1, c = bits.Add64(s1, le.Uint64(q[16:]), c)
@@ -56,7 +56,7 @@ func sum16(b []byte) uint16 {
 		s1, c = bits.Add64(s1, le.Uint64(q[40:]), c)
 		s1, c = bits.Add64(s1, le.Uint64(q[48:]), c)
 		s1, c = bits.Add64(s1, le.Uint64(q[56:]), c)
-		over += c
+		carries += c
 		b = b[128:]
 	}
 	for len(b) >= 32 {
@@ -64,32 +64,32 @@ func sum16(b []byte) uint16 {
 		s0, c = bits.Add64(s0, le.Uint64(b[8:16]), c)
 		s0, c = bits.Add64(s0, le.Uint64(b[16:24]), c)
 		s0, c = bits.Add64(s0, le.Uint64(b[24:32]), c)
-		over += c
+		carries += c
 		b = b[32:]
 	}
 	for len(b) >= 8 {
 		s0, c = bits.Add64(s0, le.Uint64(b), 0)
-		over += c
+		carries += c
 		b = b[8:]
 	}
-	var last uint64 // the remaining octets, at most 7
+	var rest uint64 // the remaining octets, at most 7
 	if len(b) >= 4 {
-		last = uint64(le.Uint32(b))
+		rest = uint64(le.Uint32(b))
 		b = b[4:]
 	}
 	if len(b) >= 2 {
-		last += uint64(le.Uint16(b))
+		rest += uint64(le.Uint16(b))
 		b = b[2:]
 	}
 	if len(b) == 1 {
-		last += uint64(b[0])
+		rest += uint64(b[0])
 	}
 	s0, c = bits.Add64(s0, s1, 0)
-	over += c
-	s0, c = bits.Add64(s0, last, 0)
-	over += c
-	s0, c = bits.Add64(s0, over, 0)
-	s0 += c // cannot overflow: if adding over, a small number, has overflowed, s0 is small
+	carries += c
+	s0, c = bits.Add64(s0, rest, 0)
+	carries += c
+	s0, c = bits.Add64(s0, carries, 0)
+	s0 += c // cannot overflow: after a carry, s0 is less than carries, which is small
 	return bits.ReverseBytes16(fold(s0))
 }
 

@@ -25,8 +25,8 @@ type Segmenter struct {
 	transportSum uint64 // sum of pseudo-header and transport header without lengths, sequence number, flags and checksum
 }
 
-// Reset starts with another superpacket, which was parsed and may have been rewritten: TCP or
-// UDP with a partial checksum. gsoSize is the result of VirtioHeader.Validate and at least 1.
+// Reset starts with another superpacket: a parsed TCP or UDP packet with a partial checksum, which
+// may have been rewritten. gsoSize is the result of VirtioHeader.Validate and at least 1.
 // Data that fits one segment becomes one segment. The error is ErrGSO; s then has no segments.
 //
 // Reset ignores the value of the partial checksum. Every segment has its own length, so its

@@ -191,7 +191,7 @@ func newCluster(t testing.TB, nodes int) *cluster {
 		Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "b"},
 	}}}
 	allocate(&c.in, remotePods, remoteExternal)
-	c.want()
+	c.writeIntent()
 	return c
 }
 
@@ -217,31 +217,31 @@ func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
 // hopStandIn is the node's address on the device that leads to the stand-in.
 const hopStandIn = "169.254.77.1"
 
-// standIn adds the rule and the routes of a gateway to a node, and a device to the host far, which
+// standIn adds the rule and the routes of a gateway to a node, and a device to remoteHost, which
 // answers for remote addresses.
-func (c *cluster) standIn(n *lab.Node, far *lab.Host) {
+func (c *cluster) standIn(n *lab.Node, remoteHost *lab.Host) {
 	const dev, addr = kernel.VethHost, "169.254.77.2"
-	c.run(n.Host, "ip link add %s type veth peer name standin netns %s", dev, far.Netns())
+	c.run(n.Host, "ip link add %s type veth peer name standin netns %s", dev, remoteHost.Netns())
 	c.run(n.Host, "ip addr add %s/30 dev %s", hopStandIn, dev)
 	c.run(n.Host, "ip link set %s up", dev)
-	c.run(far, "ip addr add %s/30 dev standin", addr)
-	c.run(far, "ip link set standin up")
-	c.run(far, "ip route replace default via %s", hopStandIn)
+	c.run(remoteHost, "ip addr add %s/30 dev standin", addr)
+	c.run(remoteHost, "ip link set standin up")
+	c.run(remoteHost, "ip route replace default via %s", hopStandIn)
 	c.run(n.Host, "ip rule add priority %d lookup %d protocol %d", kernel.GatewayRulePriority, kernel.GatewayTable, kernel.GatewayProtocol)
 	for _, p := range []netip.Prefix{remotePods, remoteExternal} {
 		c.run(n.Host, "ip route add %v via %v dev %s table %d proto %d", p, addr, dev, kernel.GatewayTable, kernel.GatewayProtocol)
 		c.run(n.Host, "ip route add unreachable %v table %d metric 420000 proto %d", p, kernel.GatewayTable, kernel.GatewayProtocol)
 	}
 	for _, a := range []netip.Addr{remotePod, remoteEndpoint} {
-		c.run(far, "ip addr add %v/32 dev lo", a)
+		c.run(remoteHost, "ip addr add %v/32 dev lo", a)
 	}
 }
 
 // pod returns the first pod of node i, counted from 0.
 func (c *cluster) pod(i int) *lab.Pod { return c.Pods[2*i] }
 
-// want writes the intent for all agents in one step.
-func (c *cluster) want() {
+// writeIntent writes the intent for all agents in one step.
+func (c *cluster) writeIntent() {
 	c.t.Helper()
 	b, err := json.Marshal(c.in)
 	if err == nil {
@@ -653,7 +653,7 @@ func TestAgentStartedAfterAKilledOneChangesNothing(t *testing.T) {
 	_ = c.agents[n].end(unix.SIGKILL)
 	c.in.Tunnels = nil
 	allocate(&c.in)
-	c.want()
+	c.writeIntent()
 	c.start(n)
 	if s := c.snapshot(n); strings.Contains(s, remotePods.String()) {
 		t.Errorf("still there:\n%s", s)
@@ -682,7 +682,7 @@ func TestUpgradeFromAnAgentWithOtherRulePrioritiesKeepsTrafficFlowing(t *testing
 	if _, err := p.PingWith(c.ctx, remotePod, lab.PingOptions{Wait: 10 * time.Second}); err != nil {
 		t.Errorf("%v\n%s", err, c.snapshot(n))
 	}
-	c.want()
+	c.writeIntent()
 	c.eventually(n, func() error {
 		if s := c.run(n.Host, "ip rule"); strings.Contains(s, "4199:") || strings.Contains(s, "4202:") || !strings.Contains(s, "422:") {
 			return errors.New(s)
@@ -707,7 +707,7 @@ func TestEveryNodeRoutesToAMovedGateway(t *testing.T) {
 	c.standIn(n2, far.Host)
 	c.in.Tunnels[0].Gateway = n2.Addr
 	start := time.Now()
-	c.want()
+	c.writeIntent()
 	for i := range c.Nodes {
 		p := c.pod(i)
 		c.eventually(p.Node, func() error {
@@ -725,7 +725,7 @@ func TestEveryNodeRoutesToAMovedGateway(t *testing.T) {
 	// The peer disappears, and then its networks are freed. Every node removes its routes and
 	// rules.
 	c.in.Tunnels = nil
-	c.want()
+	c.writeIntent()
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
 			if s := c.snapshot(n); strings.Contains(s, "table 4201") || strings.Contains(s, "lookup 4201") || !strings.Contains(s, "lookup 4202") {
@@ -735,7 +735,7 @@ func TestEveryNodeRoutesToAMovedGateway(t *testing.T) {
 		})
 	}
 	allocate(&c.in)
-	c.want()
+	c.writeIntent()
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
 			if s := c.snapshot(n); strings.Contains(s, "4202") {
@@ -752,7 +752,7 @@ func TestNewAgentTakesOverWhenTheRunningOneStops(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
-	c.want()
+	c.writeIntent()
 	c.start(n)
 	first := c.agents[n]
 
@@ -779,10 +779,10 @@ func TestNewAgentTakesOverWhenTheRunningOneStops(t *testing.T) {
 	})
 	allocate(&c.in)
 	c.in.Tunnels = nil
-	c.want()
+	c.writeIntent()
 	nodes := c.in.Nodes
 	c.in.Nodes = nodes[:1]
-	c.want()
+	c.writeIntent()
 	c.eventually(n, func() error { // the second agent cannot take over, and reports that before the first agent is stopped
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not find its Node") {
 			return errors.Join(err, errors.New("it must not have started"))
@@ -790,7 +790,7 @@ func TestNewAgentTakesOverWhenTheRunningOneStops(t *testing.T) {
 		return nil
 	})
 	c.in.Nodes = nodes
-	c.want()
+	c.writeIntent()
 	c.eventually(n, func() error { return started(second) })
 	if s := c.snapshot(n); !strings.Contains(s, "from all to 10.246.0.0/16") {
 		t.Errorf("the second has touched the kernel beside the first:\n%s", s)
@@ -815,7 +815,7 @@ func TestAnAgentReportsProblems(t *testing.T) {
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
 	c.in.Nodes = append(c.in.Nodes, fabric.ClusterNode{Name: "clash", Addrs: []netip.Addr{netip.MustParseAddr("10.30.1.11")}, Created: 9})
-	c.want()
+	c.writeIntent()
 	c.start(n)
 
 	status := func(want ...string) {
@@ -848,7 +848,7 @@ func TestAnAgentReportsProblems(t *testing.T) {
 	before := c.snapshot(n)
 	nodes := c.in.Nodes
 	c.in.Nodes = nodes[:1]
-	c.want()
+	c.writeIntent()
 	status(`"ready": false`, `no Node is called`)
 	if _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); err == nil {
 		t.Error("ready, but knows no Node of its own")
@@ -858,7 +858,7 @@ func TestAnAgentReportsProblems(t *testing.T) {
 	}
 	c.in.Nodes = nodes
 	c.in.Nodes[1].Addrs = []netip.Addr{netip.MustParseAddr("172.30.1.99")}
-	c.want()
+	c.writeIntent()
 	status(`"ready": false`, "no device here has 172.30.1.99")
 }
 

@@ -30,7 +30,7 @@ func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.kno
 func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
-		g.networks = networks // only after a change, so that callers detect changes by the slice
+		g.networks = networks // only after a change: callers detect a change by comparing the slices' memory
 	}
 }
 
@@ -67,14 +67,14 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 		"%s: the named object no longer has these networks, and has not freed them, so the node still refuses them outside of the tunnel; restore them, or add them to spec.freed of that object, with the current time in milliseconds as revision", some)}}
 }
 
-// freed reports whether the object that named had.Network has freed it since, or, if that object is
-// unknown, any object.
-func freed(had fabric.Allocation, list []fabric.Allocation) bool {
-	for _, f := range startingAt(list, had.Network) {
-		if f.Network != had.Network {
+// freed reports whether list frees the network of an allocation with a higher revision. If the
+// allocation has an Object, only an entry of the same Object counts.
+func freed(allocation fabric.Allocation, list []fabric.Allocation) bool {
+	for _, f := range startingAt(list, allocation.Network) {
+		if f.Network != allocation.Network {
 			break
 		}
-		if (had.Object == "" || f.Object == had.Object) && f.Revision > had.Revision {
+		if (allocation.Object == "" || f.Object == allocation.Object) && f.Revision > allocation.Revision {
 			return true
 		}
 	}

@@ -93,8 +93,8 @@ func TestASnapshotRoundTrips(t *testing.T) {
 	}
 }
 
-// If the refused networks cannot be read from the kernel, a comparison would remove those that no
-// object names.
+// An agent that cannot read the refused networks from the kernel must not compare: it would stop
+// refusing the networks that no object names.
 func TestAgentEndsIfItCannotReadRefusedNetworks(t *testing.T) {
 	l, p := &loop{}, netip.MustParsePrefix("10.200.0.0/16")
 	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(l.allocations.known, unexplained([]netip.Prefix{p})) {

@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// sendDatagrams sends datagrams to the remote networks from a host until the returned function is
-// called, which returns the number of datagrams.
+// sendDatagrams sends datagrams to the remote networks from a host until stop is called. stop
+// returns the number of datagrams.
 func (c *cluster) sendDatagrams(from *lab.Host) (stop func() int) {
 	c.t.Helper()
 	var conns []net.PacketConn
@@ -69,7 +69,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	tunnels := c.in.Tunnels
 	c.in.Tunnels = nil // the networks are allocated, but have no tunnel
 	allocate(&c.in, remotePods, remoteExternal)
-	c.want()
+	c.writeIntent()
 	c.start(c.Nodes...)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
 	stops := []func() int{c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host), c.sendDatagrams(c.pod(0).Host)}
@@ -84,7 +84,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	}
 	quiet("granted, without a TunnelEndpoint")
 	c.in.Tunnels = tunnels
-	c.want()
+	c.writeIntent()
 	c.ping(c.pod(1).Host, remotePod)
 	quiet("connected")
 	ends := []unix.Signal{unix.SIGTERM, unix.SIGKILL, unix.SIGHUP}
@@ -109,11 +109,11 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 		_ = c.agents[n2].end(unix.SIGKILL)
 		state()
 		c.in.Tunnels, c.in.Named = nil, nil
-		c.want()
+		c.writeIntent()
 		c.start(n2)
 		quiet("the IPAM state emptied while no agent ran" + name)
 		c.in = before
-		c.want()
+		c.writeIntent()
 		c.ping(c.pod(1).Host, remotePod)
 	}
 	for name, change := range map[string]func(){
@@ -140,12 +140,12 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 		c.in.Pods = append(c.in.Pods[:0:0], c.in.Pods...)
 		c.in.Tunnels = append(c.in.Tunnels[:0:0], c.in.Tunnels...)
 		change()
-		c.want()
+		c.writeIntent()
 		quiet(name)
 		c.run(n2.Host, "ip link del isthmus.vxlan")
 		quiet(name + ", and the overlay's device")
 		c.in = before
-		c.want()
+		c.writeIntent()
 		quiet(name + " no more")
 	}
 	c.ping(c.pod(1).Host, remotePod)
@@ -169,7 +169,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	})
 	stops[0], stops[1] = c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host)
 	quiet("rebooted, and no API server")
-	c.want()
+	c.writeIntent()
 	c.ping(c.pod(1).Host, remotePod)
 	quiet("rebooted")
 

@@ -183,9 +183,9 @@ func (l *loop) limits(node kernel.State, in fabric.NodeIntent, refresh bool) []k
 	return append(l.kernel.Limits(node.SourceNAT[0], refresh), l.reach.limits...)
 }
 
-// withFiles replaces the Limits about files in which the node keeps state. Traffic does not depend
-// on these files: the snapshot is for a boot without an API server, and a gateway needs the votes
-// of most nodes, not of all.
+// withFiles updates the Limits about the node's own files, the snapshot and its votes. Traffic does
+// not depend on these files: the snapshot is for a boot without an API server, and a gateway needs
+// the votes of most nodes, not of all.
 func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
 		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote

@@ -22,7 +22,7 @@ type loop struct {
 	requestComparison func()
 
 	last        state       // of the last comparison
-	looked      time.Time   // when routes and foreign rules were last probed
+	probed      time.Time   // when routes and foreign rules were last probed
 	paths       pathCache   // result of the last probe
 	reach       reach       // result of the last probe
 	allocations allocations // networks of peers
@@ -102,9 +102,9 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 	now := state{revision: want.revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
 	// Do not probe again only because the intent is new. Foreign routes change without an event to
 	// which we subscribe, so probe from time to time.
-	refresh := events || time.Since(l.looked) > limitsInterval || before.err != nil
+	refresh := events || time.Since(l.probed) > limitsInterval || before.err != nil
 	if refresh {
-		l.looked = time.Now()
+		l.probed = time.Now()
 	}
 	l.read(*want.intent, want.revision)
 	in := l.decided.intent

@@ -65,9 +65,9 @@ func services(at string, pods netip.Prefix) []string {
 	}
 }
 
-// Whatever a CNI masquerades, and by which program, pods and peers see each other's addresses,
-// directly and through a Service. If a node translates packets for other hosts, their source is the
-// node's own address.
+// With the masquerade rules of each CNI, pods and peers see each other's addresses, directly and
+// through a Service. If a node translates packets for other hosts, their source is the node's own
+// address.
 func TestPodsKeepTheirAddressesDespiteMasqueradeRules(t *testing.T) {
 	t.Parallel()
 	for name, commands := range masquerades(localPods) {
@@ -220,7 +220,7 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 }
 
 // The agent does not wait for programs that hold the lock of iptables-legacy, nor do they wait for
-// the agent. It makes its changes when the lock is free. So does Cleanup.
+// the agent. The agent makes its changes when the lock is free, and so does Cleanup.
 func TestChangesBlockedByTheIptablesLockAreMadeLater(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("iptables-legacy"); err != nil {
@@ -342,7 +342,7 @@ func TestOverlayMTUFollowsThePathToTheGateway(t *testing.T) {
 	n, gateway := c.Nodes[1], c.pod(0).Addr
 	c.in.OnlyPods, c.in.Gateways = true, []fabric.GatewayPod{{Addr: gateway, Host: c.Nodes[0].Addr}}
 	c.in.Tunnels[0].Gateway = gateway
-	c.want()
+	c.writeIntent()
 	mtuOf := func(dev string) (mtu int) {
 		f := strings.Fields(c.run(n.Host, "ip -o link show dev %s", dev))
 		_, _ = fmt.Sscan(f[slices.Index(f, "mtu")+1], &mtu)

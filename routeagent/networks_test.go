@@ -84,7 +84,7 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.in.Own = []netip.Prefix{localPods}
-	c.want()
+	c.writeIntent()
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	resolvers := "# the node's\nsearch example.com\nnameserver 192.168.79.53\nnameserver 127.0.0.53\nnameserver fe80::1%eth0\nnameserver 2001:db8::53\n"
 	if err := os.WriteFile(filepath.Join(c.state, "resolv.conf"), []byte(resolvers), 0o600); err != nil {
@@ -98,10 +98,10 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 		c.untilItRefuses(n)
 	}
 	allocate(&c.in, remotePods, netip.MustParsePrefix("10.99.0.0/16"))
-	c.want()
+	c.writeIntent()
 	c.untilItRefuses(n2)
 	allocate(&c.in, remotePods, remoteExternal)
-	c.want()
+	c.writeIntent()
 	c.untilItRefuses(n2)
 	link := netip.PrefixFrom(n1.Addr, 24).Masked().String()
 	for _, n := range []*lab.Node{n1, n2} {
@@ -181,7 +181,7 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 	// A new Node with the same name gets a report, too.
 	_, before, _ = c.lastReport(n1)
 	c.in.Nodes[0].Created++
-	c.want()
+	c.writeIntent()
 	c.eventually(n1, func() error {
 		if _, now, err := c.lastReport(n1); now == before {
 			return fmt.Errorf("no report for the new Node: %w", err)

@@ -20,13 +20,13 @@ import (
 
 const victimPort = 4444
 
-// vxlan returns the payload that a node would send to the overlay port of the node named node: a
-// VXLAN header, and a datagram from src to dst.
-func vxlan(node string, src, dst netip.Addr, payload string) []byte {
+// vxlan returns the payload of an outer packet to a node: a VXLAN header, and a datagram from src
+// to dst. receiver is the name of the node.
+func vxlan(receiver string, src, dst netip.Addr, payload string) []byte {
 	be := binary.BigEndian
 	b := []byte{8, 0, 0, 0} // flag: the VNI is valid
 	b = be.AppendUint32(b, kernel.OverlayID<<8)
-	mac := fabric.OverlayMAC(node)
+	mac := fabric.OverlayMAC(receiver)
 	b = append(b, mac[:]...)
 	b = append(b, 0x66, 1, 2, 3, 4, 5, 8, 0)
 	return append(b, datagram(src, dst, 9, victimPort, payload)...)

@@ -55,9 +55,9 @@ func readSnapshot(directory string) (*snapshot, error) {
 
 // restore refuses the networks in the snapshot, before the agent knows anything else. It only adds
 // networks: objects of a previous agent stay, including refused networks that the snapshot lacks.
-// The function refused returns the networks that the kernel refuses. If it fails, the agent must
-// not compare, because a comparison would remove these networks. An unreadable snapshot is an error
-// of the node until the first comparison, which writes a new one.
+// The function refused returns the networks that the kernel refuses. If refused fails, the agent
+// must not compare, because a comparison would remove these networks. An unreadable snapshot is an
+// error of the node until the first comparison, which writes a new one.
 func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	l.recall()
 	left, err := refused()

@@ -9,12 +9,12 @@ import (
 // Accept represents our rules in a foreign chain for forwarded packets: FORWARD of iptables-nft or
 // iptables-legacy, or an nftables chain of any name. The rules accept packets from and to our
 // devices. For gateways that are Pods on our node, they also accept UDP and ICMP, because the node
-// forwards the gateways' outer packets, and TCP between them and the other gateways that are Pods,
-// because gateways replicate flows. Our rules stand at the end of the chain, or directly before a
-// final rule that drops or rejects everything. They exist only while the end of the chain drops all
-// other packets, as after `iptables -P FORWARD DROP`. An accept rule in our own table would not
-// help, because each table decides separately. Earlier rules, such as network policies, still
-// apply.
+// forwards the gateways' outer packets. They accept TCP between these gateways and other gateways
+// that are Pods, because gateways replicate flows. Our rules stand at the end of the chain, or
+// directly before a final rule that drops or rejects everything. They exist only while the end of
+// the chain drops all other packets, as after `iptables -P FORWARD DROP`. An accept rule in our own
+// table would not help, because each table decides separately. Earlier rules, such as network
+// policies, still apply.
 //
 // In a wanted State, an Accept without a Chain represents all such chains. Foreign rules stay
 // unchanged. The comments of our rules begin with acceptComment.
@@ -117,9 +117,9 @@ func (a Accept) Comments() (all []string) {
 	return all
 }
 
-// OwnComment reports whether a comment marks one of our rules. It returns the addresses of the
-// gateway on our node (local) and of the gateway on another node (remote) that the rule is for.
-// Both are empty if the rule is for our devices.
+// OwnComment reports whether a comment marks one of our rules. local is the address of the rule's
+// gateway on our node, and remote that of its gateway on another node. Each is empty if the rule
+// has no such gateway.
 func OwnComment(comment string) (local, remote string, ours bool) {
 	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
 		local, remote, _ = strings.Cut(gateways, "-")

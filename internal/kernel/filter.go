@@ -64,9 +64,8 @@ type FilterSets struct {
 	Underlay, Bridges    []string
 }
 
-// FilterFor makes a Filter. It leaves out networks inside others. It also leaves out IPv6, which
-// the overlay does not carry, except for networks of peers, because no packet may leave for them in
-// the clear, either.
+// FilterFor makes a Filter. It leaves out networks inside others. It keeps IPv6 only in the
+// networks of peers, for which no packet may leave in the clear: the overlay does not carry IPv6.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
@@ -177,10 +176,10 @@ func (c FilterChain) Kind() string {
 // of Services (NodePort) and of pods (hostPort), which exist at all addresses of a node, would lead
 // to pods, nodes and hosts that a peer may not reach.
 //
-// Inside the overlay, either the source or the destination of a packet belongs to a peer, but not
-// both. The exception is an answer to a packet for a NodePort of the gateway's node: that node has
-// replaced the peer's address by its own. Packets with a peer's source come from the gateway. The
-// gateway's node must not forward packets with such a source that one of its own pods forged.
+// Inside the overlay, exactly one address of a packet belongs to a peer. The exception is an answer
+// to a packet for a NodePort of the gateway's node: it has no address of a peer, because that node
+// has replaced the peer's address by its own. Packets with a peer's source come from the gateway.
+// The gateway's node must not forward packets with such a source that one of its own pods forged.
 //
 // A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
 // peer's source must come from the gateway, or from another node that forwards it for the gateway.

@@ -134,9 +134,9 @@ type VXLAN struct {
 	Port     uint16
 	Local    netip.Addr
 	Learning bool
-	// UDPChecksum is true if outer packets have a checksum. Zero is valid (RFC 7348, section 5). If
-	// a CNI translates outer packets whose inner checksum is not computed yet, Linux corrupts the
-	// outer one.
+	// UDPChecksum is true if outer packets have a checksum. They need none (RFC 7348, section 5).
+	// If a CNI translates outer packets whose inner checksum is not computed yet, Linux corrupts
+	// the outer one.
 	UDPChecksum bool
 }
 
@@ -158,7 +158,8 @@ const (
 	Throw                        // the next rule of policy routing decides
 )
 
-// Devs returns the value of Dev for a multipath route. The kernel distributes flows over the devices.
+// Devs returns the value of Route.Dev for a multipath route over several devices. The kernel
+// distributes flows over these devices.
 func Devs(names ...string) string {
 	return strings.Join(slices.Sorted(slices.Values(names)), " ")
 }

@@ -31,8 +31,8 @@ const (
 	// packets to and fro.
 	OverlayRulePriority = 418
 	// The agent's rules come before the gateway's, because a gateway that was killed leaves
-	// refusing routes behind. These are right until another gateway becomes active on another node.
-	// From then on they must not be consulted.
+	// refusing routes behind. Once another gateway is active on another node, these routes must not
+	// be consulted.
 	NodeRulePriority    = 419
 	GatewayRulePriority = 420
 	// Packets that a gateway on our node received from a peer are refused while the agent does not

@@ -99,7 +99,7 @@ func (s State) With(added Plan) (now State, ok bool) {
 }
 
 // Compare orders routes by table, network and metric. In the kernel, a new route replaces an
-// existing one with the same values of these.
+// existing route with the same table, network and metric.
 func (r Route) Compare(other Route) int {
 	return cmp.Or(cmp.Compare(r.Table, other.Table), r.Prefix.Compare(other.Prefix), cmp.Compare(r.Metric, other.Metric), cmp.Compare(r.In, other.In))
 }

@@ -42,10 +42,10 @@ const SourceNATPriority = 0
 
 // Chains returns the chains. A chain comes before the chains that jump to it.
 //
-// A pod of ours keeps its address towards an address of a peer, and towards a Service with such an
-// endpoint: the answers come to this node, which tracks the connection. If the API server has not
-// reported the address of a pod yet, the incoming device identifies the pod (Linux 5.7 and later;
-// earlier kernels never match this rule).
+// A pod of this node keeps its address when it sends to a peer, directly or through a Service. The
+// answers return to this node, which tracks the connection. If the API server has not reported the
+// address of a pod yet, the incoming device identifies the pod (Linux 5.7 and later; earlier
+// kernels never match this rule).
 //
 // A pod of another node keeps its address if the packet comes through the overlay. If it comes by
 // another path, for example to a NodePort, the answers have to return to this node, so the source

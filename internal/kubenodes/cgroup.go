@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// A hierarchy is a mounted hierarchy of control groups with the group of this process.
+// A hierarchy is a mounted hierarchy of control groups.
 type hierarchy struct {
 	own         string // directory of this process's group
 	controllers string // in the syntax of mount(8); "-" in cgroup v2

@@ -124,9 +124,9 @@ func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...s
 	return errors.Join(a.WaitReady(ctx, b), b.WaitReady(ctx, a))
 }
 
-// WaitReady waits until c's Peering with another cluster is Ready.
-func (c *Cluster) WaitReady(ctx context.Context, with *Cluster) error {
-	if err := c.ControlPlane.WaitReady(ctx, with, patience); err != nil {
+// WaitReady waits until c's Peering with the cluster peer is Ready.
+func (c *Cluster) WaitReady(ctx context.Context, peer *Cluster) error {
+	if err := c.ControlPlane.WaitReady(ctx, peer, patience); err != nil {
 		return fmt.Errorf("%w\n%s", err, c.Explain())
 	}
 	return nil

@@ -32,10 +32,9 @@ type watch struct {
 	others      []netip.Addr // other endpoints of the overlay: gateway pods, and addresses that nodes got later
 }
 
-// watchFor returns a watch. moved are additional addresses that nodes got after the start of the
-// lab.
-func watchFor(c *Cluster, what Watched, moved []netip.Addr) *watch {
-	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr, others: slices.Clone(moved)}
+// watchFor returns a watch. added are addresses that nodes got after the start of the lab.
+func watchFor(c *Cluster, what Watched, added []netip.Addr) *watch {
+	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr, others: slices.Clone(added)}
 	for _, p := range c.GatewayPods {
 		w.others = append(w.others, p.Addr)
 	}

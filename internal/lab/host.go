@@ -23,8 +23,8 @@ const netnsDir = "/run/netns"
 const netnsPrefix = "isthmus."
 
 // A Host is one network namespace of a lab: the underlay, a node, a pod or an on-prem server. Its
-// methods may be called concurrently. Listeners and connections that they open work from any
-// thread. The caller must close these, because they keep the namespace alive.
+// methods may be called concurrently. The listeners and connections that the methods open work from
+// any thread. They keep the namespace alive until the caller closes them.
 type Host struct {
 	Name string // unique in the lab: "underlay", "a-node1", "a-pod1", "a-onprem"
 

@@ -271,7 +271,8 @@ func offset(addr netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4([4]byte{byte(v >> 24), byte(v >> 16), byte(v >> 8), byte(v)})
 }
 
-// Move puts the host bits of addr onto the network to, which has the same length as from.
+// Move replaces the network part of addr, which is in the network from, by the network to. Both
+// networks have the same length.
 func Move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	a, f := addr.As4(), from.Addr().As4()
 	n := 0

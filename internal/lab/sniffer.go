@@ -31,22 +31,22 @@ import (
 //
 // Its methods may be called concurrently.
 type Sniffer struct {
-	refresh func(*Cluster)
-	kernel  *kernel             // namespace of the underlay
-	nodes   map[string]*Cluster // by name of the node, which is also the name of its port
-	done    chan struct{}       // closed when there are no more link notifications
-	running sync.WaitGroup
-	looking atomic.Int32 // number of readers that process a frame
+	refresh       func(*Cluster)
+	kernel        *kernel             // namespace of the underlay
+	nodes         map[string]*Cluster // by name of the node, which is also the name of its port
+	done          chan struct{}       // closed when there are no more link notifications
+	running       sync.WaitGroup
+	readersAtWork atomic.Int32 // readers that process a frame now
 
-	mu      sync.Mutex
-	watches map[*Cluster]*watch
-	moved   map[*Cluster][]netip.Addr // addresses that nodes have or had in addition to those of the lab
-	taps    map[string]*tap           // by name of the port
-	past    uint64                    // packets of removed ports
-	report  Report
-	errs    []error // errors that made the Sniffer miss packets
-	closed  bool
-	closing sync.Once
+	mu             sync.Mutex
+	watches        map[*Cluster]*watch
+	addedAddrs     map[*Cluster][]netip.Addr // addresses that nodes have or had in addition to those of the lab
+	taps           map[string]*tap           // by name of the port
+	removedPackets uint64                    // packets of removed ports
+	report         Report
+	errs           []error // errors that made the Sniffer miss packets
+	closed         bool
+	closing        sync.Once
 }
 
 // A tap is a packet socket on one port.
@@ -111,7 +111,7 @@ func (r Report) err() error {
 // avoids false leaks when nodes know before the caller of Watch that a peer was removed. The
 // caller must close the Sniffer before the lab.
 func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
-	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, moved: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
+	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, addedAddrs: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
 		s.watches[c] = watchFor(c, Watched{}, nil)
 		for _, n := range c.Nodes {
@@ -151,7 +151,7 @@ func (s *Sniffer) Watch(c *Cluster, what Watched) {
 
 // watch implements Watch. The caller holds s.mu.
 func (s *Sniffer) watch(c *Cluster, what Watched) {
-	s.watches[c] = watchFor(c, what, s.moved[c])
+	s.watches[c] = watchFor(c, what, s.addedAddrs[c])
 	for _, t := range s.taps {
 		if t.cluster != c {
 			continue
@@ -173,7 +173,7 @@ func (s *Sniffer) Report() Report {
 // settle waits until all packets sent so far have been processed, for at most a minute.
 func (s *Sniffer) settle() {
 	for quiet, deadline := 0, time.Now().Add(time.Minute); quiet < 3 && time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
-		if quiet++; s.looking.Load() > 0 || s.waiting() {
+		if quiet++; s.readersAtWork.Load() > 0 || s.waiting() {
 			quiet = 0
 		}
 	}
@@ -203,15 +203,15 @@ func (s *Sniffer) Take() []Leak {
 	return leaks
 }
 
-// Excuse removes the leaks for which known returns true from the report, counts them as Excused,
+// Excuse removes the leaks for which isKnown returns true from the report, counts them as Excused,
 // and returns them.
-func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
+func (s *Sniffer) Excuse(isKnown func(Leak) bool) (excused []Leak) {
 	s.settle()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var others []Leak
 	for _, l := range s.report.Leaks {
-		if known(l) {
+		if isKnown(l) {
 			excused = append(excused, l)
 		} else {
 			others = append(others, l)
@@ -257,7 +257,7 @@ func (s *Sniffer) count() {
 	if s.closed {
 		return
 	}
-	n := s.past
+	n := s.removedPackets
 	for name, t := range s.taps {
 		link, err := s.kernel.nl.LinkByName(name)
 		if err == nil && link.Attrs().Index == t.index { // not equal while the port is being removed; a notification will follow
@@ -317,7 +317,7 @@ func (s *Sniffer) untap(name string, index int) {
 		return
 	}
 	delete(s.taps, name)
-	s.past += t.packets // a veth pair loses its counters when it is removed
+	s.removedPackets += t.packets // a veth pair loses its counters when it is removed
 	s.mu.Unlock()
 	s.end(t)
 }
@@ -367,8 +367,8 @@ func (s *Sniffer) read(t *tap) {
 
 // checkFrame checks one frame for a leak and records it.
 func (s *Sniffer) checkFrame(t *tap, frame []byte) {
-	s.looking.Add(1)
-	defer s.looking.Add(-1)
+	s.readersAtWork.Add(1)
+	defer s.readersAtWork.Add(-1)
 	now := time.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -401,13 +401,13 @@ func (s *Sniffer) findNodes(c *Cluster) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	w := s.watches[c]
-	known := len(s.moved[c])
+	known := len(s.addedAddrs[c])
 	for _, a := range have {
-		if !w.isNode(a) && !slices.Contains(s.moved[c], a) {
-			s.moved[c] = append(s.moved[c], a)
+		if !w.isNode(a) && !slices.Contains(s.addedAddrs[c], a) {
+			s.addedAddrs[c] = append(s.addedAddrs[c], a)
 		}
 	}
-	if len(s.moved[c]) > known {
+	if len(s.addedAddrs[c]) > known {
 		s.watch(c, w.Watched)
 	}
 }

@@ -69,8 +69,8 @@ func attributeIn(b []byte, kind uint16) []byte {
 }
 
 // changeFilter, changeBridge and changeSourceNAT bring a table to its desired state. After a
-// foreign transaction they read all tables again instead of replacing the table: that would take
-// longer, and reset the table's counters.
+// foreign transaction they read all tables again instead of replacing the table, because a
+// replacement would take longer and reset the table's counters.
 func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 	have := func() *table {
 		if h := k.tables.filters; len(h) == 1 && h[0] != changed && h[0].Pod == want.Pod {

@@ -197,8 +197,8 @@ func readBridge() []kernel.Bridge {
 var errChanged = errors.New("another process has changed it")
 
 // readTable returns the elements of the sets of a table, whether the table exists, and an error if
-// its content is unexpected. chains returns the expected chains. To read the comments of a chain's
-// rules, it may call its argument comments.
+// its content is unexpected. The function chains returns the expected chains. It may call comments
+// to read the comments of a chain's rules.
 func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(comments func(chain string) []string) []kernel.FilterChain) (elements map[string]string, exists bool, err error) {
 	c, err := newConn(nftables.AsLasting()) // the same socket for all requests
 	if err != nil {
@@ -317,14 +317,14 @@ func boolean(b bool) int {
 	return 0
 }
 
-// networkBetween returns the network from the address first to the one before the address after.
-func networkBetween(first, after netip.Addr) string {
-	for bits := range first.BitLen() + 1 {
-		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {
+// networkBetween returns the network of all addresses from start to end, without end.
+func networkBetween(start, end netip.Addr) string {
+	for bits := range start.BitLen() + 1 {
+		if p, err := start.Prefix(bits); err == nil && p.Addr() == start && afterLast(p) == end {
 			return p.String()
 		}
 	}
-	return first.String() + "-" + after.String() // not a network, so it is a foreign element
+	return start.String() + "-" + end.String() // not a network, so it is a foreign element
 }
 
 // afterLast returns the address after the last one of a network; it wraps around.

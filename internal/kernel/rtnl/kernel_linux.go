@@ -54,7 +54,7 @@ type Kernel struct {
 // Open acquires the owner's lock in the network namespace. If the owner needs an Inner namespace,
 // it makes an empty one. The caller must close the Kernel.
 func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
-	l, err := lock(owner, log, false)
+	l, err := lock(owner, log, true)
 	if err != nil {
 		return nil, err
 	}
@@ -68,8 +68,8 @@ const followInterval = 100 * time.Millisecond
 // Follow is Open for a process that takes over from another process. It waits until the other
 // process has ended, or until ctx ends.
 func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
-	for again := false; ; again = true {
-		l, err := lock(owner, log, again)
+	for warn := true; ; warn = false {
+		l, err := lock(owner, log, warn)
 		if err == nil {
 			return withLock(owner, l, log)
 		}
@@ -166,8 +166,7 @@ func (k *Kernel) Close() {
 	}
 }
 
-// Inside runs fn in the Inner namespace, as Do does. If there is no Inner namespace, it runs fn in
-// the present one.
+// Inside is Do for the Inner namespace. Without an Inner namespace, it runs fn in the present one.
 func (k *Kernel) Inside(fn func() error) error {
 	if k.inner == nil {
 		return fn()
@@ -230,8 +229,8 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	return all, err
 }
 
-// apply executes the plan. after returns the resulting state if all changes succeeded, or nil if
-// the state is unknown.
+// apply executes the plan. The function after returns the state that results if all changes
+// succeed, or nil if it cannot tell.
 func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
 	have, err := k.remembered(want)
 	for range 5 { // a change during a dump interrupts it, which is common on a busy node

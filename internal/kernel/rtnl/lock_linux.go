@@ -22,13 +22,14 @@ const (
 )
 
 // lock makes sure that only one process with the given Owner runs in the network namespace of the
-// calling thread. It returns ErrOther if another process holds the lock. again suppresses a warning
-// that the first attempt logged. Closing the lock, or any end of the process, releases the lock.
+// calling thread. It returns ErrOther if another process holds the lock. It logs a warning about a
+// missing kernel feature only if warn is true. Closing the lock, or any end of the process,
+// releases the lock.
 //
 // The lock is an empty nftables table that belongs to a netlink socket. Only a process with
 // CAP_NET_ADMIN in the namespace can make such a table. No other process can change or remove it
 // (`nft flush ruleset` skips it). The kernel removes it when the socket is closed.
-func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
+func lock(owner kernel.Owner, log *slog.Logger, warn bool) (io.Closer, error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err == nil {
 		if err = ownTable(c, owner); err == nil {
@@ -39,7 +40,7 @@ func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 	if errors.Is(err, ErrOther) {
 		return nil, err
 	}
-	if !again {
+	if warn {
 		log.Warn("nftables of Linux 5.12 or later is missing: other processes can hide a second instance from this one", "error", err)
 	}
 	return lockAddress(owner, log)

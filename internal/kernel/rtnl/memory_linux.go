@@ -170,15 +170,15 @@ type commit struct {
 	at         time.Time
 }
 
-// commit records that we are about to create generation before+1. The argument before is the
-// present generation, or 0 if that is unknown. The caller has to check afterwards whether that
+// commit records that we are about to create the generation after present. present is the current
+// generation, or 0 if that is unknown. The caller has to check afterwards whether the created
 // generation is really ours.
-func (m *memory) commit(before uint32) {
+func (m *memory) commit(present uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.commits = slices.DeleteFunc(m.commits, func(c commit) bool { return time.Since(c.at) > commitAge })
-	if before != 0 {
-		m.commits = append(m.commits, commit{before + 1, time.Now()})
+	if present != 0 {
+		m.commits = append(m.commits, commit{present + 1, time.Now()})
 	}
 }
 

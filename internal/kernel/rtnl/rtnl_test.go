@@ -189,8 +189,8 @@ func TestApplyRepairsChangedRoutes(t *testing.T) {
 	}
 }
 
-// Apply makes the VXLAN device as wanted, including the outer checksum. It replaces a device with
-// another checksum.
+// Apply makes a VXLAN device with or without outer checksums, as wanted. It replaces a device with
+// the other setting.
 func TestOuterPacketsHaveNoChecksum(t *testing.T) {
 	n := open(t, RouteAgent)
 	want := State{Devices: []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort, Local: via4}}}}
@@ -418,8 +418,8 @@ func TestFollowLogsALockErrorOnce(t *testing.T) {
 	}
 }
 
-// The lock is an nftables table with an owner. Root may change the packet filter without breaking it:
-// we replace a table of that name without an owner, and keep a table that a process owns.
+// The lock is an nftables table that belongs to our process. It survives a flush of the packet
+// filter. A table of the same name that belongs to no process does not keep us from locking.
 func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -1309,8 +1309,8 @@ func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 }
 
 // The filter of a gateway's Pod refuses the same packets as a node's filter in its place, for the
-// same reasons. It also refuses packets whose source, but not destination, belongs to a peer: a
-// node may have received such a source through a Service, but no host is behind a gateway.
+// same reasons. Only the Pod's filter refuses a packet from the overlay whose source, but not
+// destination, belongs to a peer: packets from peers reach a gateway through its TUNs.
 func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)

@@ -131,9 +131,9 @@ type content struct {
 	err  error
 }
 
-// parse makes a Snapshot from the contents of the files. It calls key at most once for each
-// private key file.
-func parse(contents []content, key func(name string) content) (Snapshot, error) {
+// parse makes a Snapshot from the contents of the files. readKey reads a private key file. parse
+// calls it at most once for each file.
+func parse(contents []content, readKey func(name string) content) (Snapshot, error) {
 	l := loader{seen: map[fabric.Origin]string{}}
 	for _, c := range contents {
 		if c.err != nil {
@@ -145,10 +145,10 @@ func parse(contents []content, key func(name string) content) (Snapshot, error) 
 	}
 	snapshot := Snapshot{File: l.theGateway()}
 	if name := snapshot.File.PrivateKeyFile; name != "" {
-		snapshot.PrivateKey = l.privateKey(fieldKey, key(name))
+		snapshot.PrivateKey = l.privateKey(fieldKey, readKey(name))
 	}
 	if name := snapshot.File.NextPrivateKeyFile; name != "" {
-		if snapshot.NextKey = l.privateKey(fieldNextKey, key(name)); snapshot.NextKey != (PrivateKey{}) && snapshot.NextKey == snapshot.PrivateKey {
+		if snapshot.NextKey = l.privateKey(fieldNextKey, readKey(name)); snapshot.NextKey != (PrivateKey{}) && snapshot.NextKey == snapshot.PrivateKey {
 			l.problem(l.gateways[0].origin, fieldNextKey, "the content of %s is the key of privateKeyFile; want another key, or remove the field", printable(name))
 		}
 	}

@@ -62,7 +62,7 @@ type GatewayFile struct {
 	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP port of WireGuard, default 5871
-	Tunnels        int    `json:"tunnels,omitempty"`        // maximum number per peer, on UDP ports from listenPort upwards, default 1
+	Tunnels        int    `json:"tunnels,omitempty"`        // maximum number of tunnels per peer, on UDP ports from listenPort upwards, default 1
 	MTU            MTU    `json:"mtu"`                      // MTU of the tunnel in octets, or "auto" (default)
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"

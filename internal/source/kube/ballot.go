@@ -98,7 +98,7 @@ func votesOf(annotation string) (m votesMark) {
 	return m
 }
 
-// votes returns the current value of the annotation, for the Service.
+// votes returns the value that the gateway writes into isthmus.AnnotationVotes of its Service.
 func (g *Gateway) votes() votesMark {
 	g.mu.Lock()
 	e, shared := g.election, g.shared
@@ -186,8 +186,8 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 	return chosen
 }
 
-// step returns the next list on the way from the list have to the voters in want. The next list
-// differs from have by one voter. If have already has these voters, step returns have.
+// step returns a list that differs from have by one voter and is closer to want. If the voters of
+// have equal want, step returns have.
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {

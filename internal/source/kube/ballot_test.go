@@ -200,7 +200,7 @@ func TestRestartedStandbyLearnsTheActiveGateway(t *testing.T) {
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseTransitions: &transitions}}
 	withList(lease, list)
 	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
-	e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal(), votes: &ballot{Candidate: candidate}}
+	e := &election{identity: "me", log: quiet, changed: newSignal(), leaseChanged: newSignal(), votes: &ballot{Candidate: candidate}}
 	e.recall(acquaintance{Transition: transitions, List: list})
 	e.reached(nil)
 	e.observe(lease, time.Now())
@@ -528,7 +528,7 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 	if !e.active() {
 		t.Error("the gateway that switches is no longer active")
 	}
-	if l := listOf(s.world.old); l.Version <= previous.Version || len(l.Voters) > 0 {
+	if l := listOf(s.world.lease); l.Version <= previous.Version || len(l.Voters) > 0 {
 		t.Errorf("after the list %v the Lease has %v", previous, l)
 	}
 
@@ -555,7 +555,7 @@ func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 	s.until("nodes have stored another version", func() bool { return e.votes.View().List > previous.Version })
 	e.votes.SetNodes(s.nodes)
 	s.step()
-	l := listOf(s.world.old)
+	l := listOf(s.world.lease)
 	if !e.active() || !maps.Equal(l.Voters, previous.Voters) {
 		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), previous, l)
 	}

@@ -278,7 +278,7 @@ func TestStandbyTakesTheLeaseOnlyAfterItExpires(t *testing.T) {
 // because the holder may have been unable to renew the Lease, too.
 func TestLeaseAgeExcludesAPIServerOutages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) { // time passes only where the test moves it
-		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
+		e := &election{identity: "me", log: quiet, changed: newSignal(), leaseChanged: newSignal()}
 		holder := "you"
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
 		e.reached(nil)

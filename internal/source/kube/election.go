@@ -50,21 +50,21 @@ const (
 // client-go's elector differs in each of these points. It gives up when it cannot renew for a
 // while, and then the first replica to reach the API server takes over. It also reads the Lease
 // only every two to four seconds. This election learns of changes from a watch, and takes over as
-// soon as the Lease has expired. The content of the Lease has the same meaning for both.
+// soon as the Lease has expired. The content of the Lease means the same to both electors.
 //
 // A replica counts as active if it is the holder and may send to peers.
 type election struct {
-	leases   coordination.LeaseInterface
-	web      *http.Client // HTTP client of leases only
-	identity string
-	id       gatewayID // hash of identity
-	log      *slog.Logger
-	changed  signal        // the result of holder or active changed
-	met      func()        // called when another gateway answers for the first time; may be nil
-	look     signal        // the Lease changed
-	voted    signal        // the votes have changed
-	votes    *ballot       // nil: nodes never vote
-	cached   func() string // the holder of the Lease according to the watch, which may be behind
+	leases       coordination.LeaseInterface
+	web          *http.Client // HTTP client of leases only
+	identity     string
+	id           gatewayID // hash of identity
+	log          *slog.Logger
+	changed      signal        // the result of holder or active changed
+	met          func()        // called when another gateway answers for the first time; may be nil
+	leaseChanged signal        // the Lease has changed
+	voted        signal        // the votes have changed
+	votes        *ballot       // nil: nodes never vote
+	cached       func() string // the holder of the Lease according to the watch, which may be behind
 
 	// Only the goroutine of run uses these.
 	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
@@ -97,9 +97,9 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
 	config.QPS, config.Burst = 5, 10 // a separate limit, so that other requests cannot delay requests for the Lease
-	// A separate connection, which is closed after a request without a response. An HTTP/2
-	// connection would stay open. After a network outage every request on it would wait for TCP's
-	// next retransmission, which TCP repeats as rarely as once in two minutes.
+	// HTTP/1.1 closes a connection after a request without a response. An HTTP/2 connection would
+	// stay open. After a network outage, every request on it would wait for TCP's next
+	// retransmission, up to two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -115,7 +115,7 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 }
 
 func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
-	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*otherGateway)}
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), leaseChanged: newSignal(), voted: newSignal(), others: make(map[gatewayID]*otherGateway)}
 }
 
 // run takes part in the election until ctx ends.
@@ -146,7 +146,7 @@ func (e *election) run(ctx context.Context) {
 				waiting = false
 			case <-counted:
 				waiting = !e.counted(time.Now())
-			case <-e.look:
+			case <-e.leaseChanged:
 				if e.holds() && e.cached() == e.identity && !e.lacksMajority() {
 					continue // this replica's own write caused the change
 				}
@@ -238,8 +238,8 @@ func (e *election) confirmed(now time.Time) bool {
 }
 
 // begin returns how long the Lease must not be written. If that is 0 and this replica is not the
-// holder, this replica makes no further promises to other gateways until it has read the result of
-// its request. renewForHolder is true if the holder answers but does not renew the Lease.
+// holder, this replica makes no further promises to other gateways until it knows the result of its
+// request for the Lease. renewForHolder is true if the holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -250,8 +250,8 @@ func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool
 	return r.wait, r.deferring && now.Sub(e.seen) >= renewForHolderAfter
 }
 
-// renewForHolder renews the Lease in the name of its holder. This does not count as a sign of life.
-// If the holder stops answering, a takeover is as quick as without renewForHolder.
+// renewForHolder renews the Lease in the name of its holder. The renewal does not count as a sign
+// of life of the holder, so it delays no takeover.
 func (e *election) renewForHolder(ctx context.Context, now time.Time) {
 	e.renewedForHolder = now
 	lease := e.lease.DeepCopy()
@@ -355,8 +355,8 @@ func (e *election) reevaluateLocked(now time.Time) {
 	if r.lost {
 		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
-		e.look.set()    // read the Lease if possible
-		e.changed.set() // also set if this replica was not sending before
+		e.leaseChanged.set() // read the Lease if possible
+		e.changed.set()      // also set if this replica was not sending before
 	}
 	e.unanswered = r.unanswered
 	if r.maySend == e.sending {

@@ -368,7 +368,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err != nil {
 		return err
 	}
-	if err := g.objects.watch(ctx, e.look.set, waiting, &coordinationv1.Lease{}); err != nil {
+	if err := g.objects.watch(ctx, e.leaseChanged.set, waiting, &coordinationv1.Lease{}); err != nil {
 		return err
 	}
 	g.reading.Store(true)

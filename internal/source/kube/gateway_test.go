@@ -731,8 +731,8 @@ func testHandOver(t *testing.T, s *apiServer) {
 		t.Error("the first has ended before the nodes know of the second")
 	default:
 	}
-	// An ending replica waits on if the Service names a Pod that does not hold the Lease, because
-	// that Pod may not be active.
+	// An ending replica continues to wait if the Service names a Pod that does not hold the Lease,
+	// because that Pod may not be active.
 	stranger := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "handover", Name: "gateway-before", Labels: podLabels},
 		Spec: corev1.PodSpec{NodeName: "handover", Containers: []corev1.Container{{Name: "gateway", Image: "i"}}}}
 	s.create(t, stranger)

@@ -205,15 +205,15 @@ const (
 	coalesceLimit = 200 * time.Millisecond
 )
 
-// coalesce calls look once for each group of signals, until ctx ends. For an urgent signal it
-// calls look at once, and then not again for coalesceQuiet.
-func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
+// coalesce calls evaluate once for each group of signals, until ctx ends. For an urgent signal it
+// calls evaluate at once, and then not again for coalesceQuiet.
+func (s signal) coalesce(ctx context.Context, urgent signal, evaluate func()) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-urgent:
-			look()
+			evaluate()
 			select {
 			case <-ctx.Done():
 			case <-time.After(coalesceQuiet):
@@ -221,7 +221,7 @@ func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 			continue
 		case <-s:
 		}
-		most := time.After(coalesceLimit)
+		limit := time.After(coalesceLimit)
 	group:
 		for {
 			select {
@@ -232,10 +232,10 @@ func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 				break group
 			case <-time.After(coalesceQuiet):
 				break group
-			case <-most:
+			case <-limit:
 				break group
 			}
 		}
-		look()
+		evaluate()
 	}
 }

@@ -17,21 +17,21 @@ func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coo
 	return e.leases.Update(ctx, lease, metav1.UpdateOptions{})
 }
 
-// standDown returns how long a replica must not write the Lease; at 0, it may write. seen is the
-// time at which the replica first saw the present version. It excludes time without contact to the
-// API server.
-func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time) time.Duration {
+// standDown returns how long a replica must not write the Lease; at 0, it may write. firstSeen is
+// the time at which the replica first saw the present version. It excludes time without contact to
+// the API server.
+func standDown(lease *coordinationv1.Lease, identity string, firstSeen, now time.Time) time.Duration {
 	if holder := holderOf(lease); holder == "" || holder == identity {
 		return 0
 	}
 	duration := leaseDuration
 	if len(listOf(lease).Voters) > 0 { // nodes vote, and may have elected the holder
-		return max(0, seen.Add(maxVotersAbsence).Sub(now))
+		return max(0, firstSeen.Add(maxVotersAbsence).Sub(now))
 	}
 	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
 		duration = time.Duration(*s) * time.Second
 	}
-	return max(0, seen.Add(duration).Sub(now))
+	return max(0, firstSeen.Add(duration).Sub(now))
 }
 
 // withHolder returns the Lease with this replica as its holder.

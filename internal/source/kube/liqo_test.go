@@ -35,8 +35,9 @@ func (s *countedStatus) Patch(ctx context.Context, o client.Object, p client.Pat
 	return s.SubResourceWriter.Patch(ctx, o, p, opts...)
 }
 
-// Liqo's CRD drops the conditions. Still, the status follows the gateway, even after a write
-// that changed nothing, and the gateway writes nothing while its state is unchanged.
+// With Liqo's CRD, the API server drops the conditions. The gateway must update the other fields of
+// the status, even after a write that changed nothing, and write nothing while its state is
+// unchanged.
 func TestStatusIsUpdatedEvenIfTheCRDDropsConditions(t *testing.T) {
 	s := newAPIServer(t)
 	crds, err := kubetest.LiqoCRDs()

@@ -48,19 +48,18 @@ func (p *locations) handler(notify func()) toolscache.ResourceEventHandler {
 	}
 }
 
-// set applies a change of one object from the value before to the value after. A nil value means
-// that the object does not exist. It reports whether site or network may return a different result
-// now.
-func (p *locations) set(before, after any) bool {
+// set applies a change of one object from oldObject to newObject. A nil value means that the object
+// does not exist. It reports whether site or network may return a different result now.
+func (p *locations) set(oldObject, newObject any) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	switch now := after.(type) {
+	switch now := newObject.(type) {
 	case *corev1.Node:
 		moved := p.move(now.Name, nodeAddrs(now))
 		return p.known.Self != "" && p.known.SetNode(nodeFrom(now)) || moved
 	case *corev1.Pod:
 		was := ""
-		if b, ok := before.(*corev1.Pod); ok {
+		if b, ok := oldObject.(*corev1.Pod); ok {
 			was = b.Spec.NodeName
 		}
 		moved := p.setAgent(now)
@@ -69,7 +68,7 @@ func (p *locations) set(before, after any) bool {
 		moved := p.known.SetSources(now.Name, fabric.OverlaySourcesFrom(now))
 		return p.known.SetRoutes(now.Name, fabric.NodeRoutesFrom(now)) || moved
 	}
-	switch was := before.(type) {
+	switch was := oldObject.(type) {
 	case *corev1.Node:
 		moved := p.move(was.Name, nil)
 		return p.known.RemoveNode(was.Name) || moved

@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// QuestionPort is the UDP port where each gateway receives other gateways' questions whether it
-// is active.
+// QuestionPort is the UDP port at which each gateway receives the other gateways' questions about
+// its state.
 const QuestionPort = 5870
 
 // A question or an answer is one datagram of questionLength octets:
@@ -31,7 +31,7 @@ const QuestionPort = 5870
 //	 5  flags    1  flagHolds, flagConfirmed, flagSilent
 //	 6  zero     2
 //	 8  transition  4  of the Lease
-//	12  defers   4  milliseconds; see account
+//	12  defers   4  milliseconds for which the sender leaves the Lease to the receiver
 //	16  nonce   16  of the question
 //	32  from    16  identity of the sender
 //	48  to      16  identity of the receiver

@@ -45,7 +45,7 @@ type requested struct {
 	problems []fabric.Problem
 	saved    savedObjects // its locations are not set
 
-	secret, preshared map[string]PresharedKey // all keys in the Secret, and the keys that handshakes use
+	secret, preshared map[string]PresharedKey // keys as read from the Secret, and as requirePreshared returned them
 
 	ours, networks []fabric.SiteNetwork // networks of the last Site: as passed in, and with the networks of peers
 }

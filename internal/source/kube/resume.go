@@ -23,8 +23,8 @@ func (g *Gateway) remember() *remembered {
 // taken over while this one was down.
 const resumeMisses = 2
 
-// await returns once everything has been read. It returns earlier if the API server cannot be
-// reached to check for a successor, and this replica therefore uses the snapshot known.
+// await returns once everything has been read. It returns earlier if it cannot read the Lease and
+// makes this replica active with its snapshot, known.
 func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
 		holder, refused, err := e.readHolder(ctx)

@@ -2,7 +2,7 @@ package kube
 
 import "time"
 
-// Timing of the questions between gateways.
+// Times of the protocol by which gateways ask each other who holds the Lease.
 const (
 	questionInterval = 250 * time.Millisecond
 

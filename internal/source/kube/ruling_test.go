@@ -146,16 +146,16 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 // world simulates an API server, two gateways and the connections between them, in the time of
 // a synctest bubble.
 type world struct {
-	t    *testing.T
-	rng  *rand.Rand
-	key  [32]byte
-	mu   sync.Mutex
-	now  links
-	old  *coordinationv1.Lease // the Lease as stored
-	rv   int
-	gw   [2]*simGateway
-	hung bool // a request over a cut connection gets no answer; otherwise it is refused
-	calm bool // no request is slow, and no datagram or answer is lost
+	t     *testing.T
+	rng   *rand.Rand
+	key   [32]byte
+	mu    sync.Mutex
+	now   links
+	lease *coordinationv1.Lease // the stored Lease
+	rv    int
+	gw    [2]*simGateway
+	hung  bool // a request over a cut connection gets no answer; otherwise it is refused
+	calm  bool // no request is slow, and no datagram or answer is lost
 }
 
 // links are the connections that work.
@@ -233,7 +233,7 @@ func (g *simGateway) start() {
 	cached := func() string {
 		g.w.mu.Lock()
 		defer g.w.mu.Unlock()
-		return holderOf(g.w.old)
+		return holderOf(g.w.lease)
 	}
 	e := electionWith(&simLeases{g: g}, g.pod(), cached, quiet)
 	known := g.known
@@ -326,17 +326,17 @@ func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinati
 		return nil, err
 	}
 	defer l.g.w.mu.Unlock()
-	if l.g.w.old == nil {
+	if l.g.w.lease == nil {
 		return nil, apierrors.NewNotFound(leaseResource, "isthmus-gateway")
 	}
-	return l.g.w.old.DeepCopy(), nil
+	return l.g.w.lease.DeepCopy(), nil
 }
 
 func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ metav1.CreateOptions) (*coordinationv1.Lease, error) {
 	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
-	if l.g.w.old != nil {
+	if l.g.w.lease != nil {
 		l.g.w.mu.Unlock()
 		return nil, apierrors.NewAlreadyExists(leaseResource, lease.Name)
 	}
@@ -347,7 +347,7 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
-	if l.g.w.old == nil || l.g.w.old.ResourceVersion != lease.ResourceVersion {
+	if l.g.w.lease == nil || l.g.w.lease.ResourceVersion != lease.ResourceVersion {
 		l.g.w.mu.Unlock()
 		return nil, apierrors.NewConflict(leaseResource, lease.Name, errors.New("changed"))
 	}
@@ -359,13 +359,13 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
 	w := l.g.w
 	w.rv++
-	w.old = lease.DeepCopy()
-	w.old.ResourceVersion = fmt.Sprint(w.rv)
-	result, lost, now := w.old.DeepCopy(), w.rng.IntN(20) == 0 && !w.calm, w.now
+	w.lease = lease.DeepCopy()
+	w.lease.ResourceVersion = fmt.Sprint(w.rv)
+	result, lost, now := w.lease.DeepCopy(), w.rng.IntN(20) == 0 && !w.calm, w.now
 	w.mu.Unlock()
 	for i, g := range w.gw {
 		if g.mu.Lock(); g.e != nil && now.api[i] {
-			g.e.look.set()
+			g.e.leaseChanged.set()
 		}
 		g.mu.Unlock()
 	}
@@ -444,10 +444,9 @@ func (p phase) String() string {
 	return fmt.Sprintf("%v hung %v, restarted %v, replaced %v, dead %v, %v", p.links, p.hung, p.restart, p.replace, p.dead, p.lasts)
 }
 
-// settled is the maximum time from a change until some gateway sends to peers again. The Lease
-// counts as expired leaseDuration after the API server has become reachable. A gateway tries to
-// reach the API server every retryPeriod, and each attempt may take leaseTimeout.
-const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
+// settleTime is the maximum time from a change until some gateway sends to peers again: the time in
+// which the Lease and then a promise expire, and two attempts to reach the API server.
+const settleTime = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
 // play runs the phases. Every 50 ms it checks that at most one gateway may send to peers, and
 // that no gateway that could send is silent for long.
@@ -527,7 +526,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if silent += look; a || b {
 					silent = 0
 				}
-				if silent > settled && can {
+				if silent > settleTime && can {
 					failed(n, after, "nobody sends")
 				}
 			}
@@ -627,7 +626,7 @@ func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 
 // A gateway that is not listed yet counts only after it has answered a question. Until then the
 // holder does not report its silence to that gateway. Afterwards that gateway may act on the
-// silence, because the silent holder sends nothing before it has a promise of that gateway.
+// silence, because the holder sends nothing without that gateway's promise.
 func TestUnlistedGatewayCountsOnlyAfterItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
@@ -715,7 +714,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 		for range 60 {
 			time.Sleep(time.Second)
 			w.mu.Lock()
-			lease := w.old.DeepCopy()
+			lease := w.lease.DeepCopy()
 			w.mu.Unlock()
 			if age := time.Since(lease.Spec.RenewTime.Time); holderOf(lease) != "a" || age > leaseDuration {
 				t.Fatalf("the Lease is that of %s, renewed %v ago", holderOf(lease), age)
@@ -820,7 +819,8 @@ func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	}
 }
 
-// Without an API server, the election of a restarted gateway begins before objects is set.
+// Without an API server, the election of a restarted gateway begins before the gateway has a cache
+// of objects.
 func TestLeaseHasNoKnownHolderBeforeItIsWatched(t *testing.T) {
 	g := &Gateway{o: GatewayOptions{Namespace: "isthmus", Pod: "a"}}
 	if holder := g.holder(t.Context()); holder != "" {
