@@ -57,7 +57,7 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 		{"The first HTTP answer, from the pod in a", k.answer},
 		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.names},
 		{"kubectl apply, in b: the Service web and its ServiceExport", k.export},
-		{"The same in a, which has a web server too; then all nodes of b lose power", k.fail},
+		{"The same in a, which has a web server too; then all nodes of b lose power", k.powerOff},
 	}
 	if o.Keep {
 		steps = append(steps, step{"The nodes of b start again", k.restart})
@@ -303,8 +303,8 @@ func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 	return body, nil
 }
 
-// fail powers off one of two exporting clusters while the client continues.
-func (k *kubernetes) fail() error {
+// powerOff powers off one of two exporting clusters while the client continues.
+func (k *kubernetes) powerOff() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	if _, _, err := k.start(a, "web"); err != nil {
 		return err
@@ -341,7 +341,7 @@ func (k *kubernetes) fail() error {
 	return nil
 }
 
-// restart boots the nodes that fail has powered off, so that kept clusters are of use.
+// restart boots the nodes that powerOff has stopped, because the reader may keep the clusters.
 func (k *kubernetes) restart() error {
 	return lab.Each(k.set.Clusters[1].Nodes, func(n *kubenodes.Node) error { return n.Start(k.ctx) })
 }

@@ -89,8 +89,8 @@ func (n *nameServer) setImage(image string) {
 		[]byte(`{"spec":{"template":{"spec":{"containers":[{"name":"coredns","image":"`+image+`"}]}}}}`))))
 }
 
-// wants fails the test unless the Corefile is text, and the objects exist as the elements of exist
-// state, in this order: the definition of exports, the definition of imports, the right of CoreDNS.
+// wants fails the test unless the Corefile is text and three objects exist, or do not exist, as
+// exist requires: the definition of exports, the definition of imports, and the right of CoreDNS.
 func (n *nameServer) wants(what, text string, exist ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap

@@ -306,11 +306,10 @@ func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %s, %s: %w", c, what, keyValues, err)
 	}
-	// An earlier version used this name for the number of nodes that an upgrade works on at
-	// once.
+	// In an earlier version, maxSurge was called maxUnavailable.
 	if agents, ok := values["routeAgent"].(chart.Values); ok {
-		if most, was := agents["maxUnavailable"]; was {
-			agents["maxSurge"] = cmp.Or(agents["maxSurge"], most)
+		if value, exists := agents["maxUnavailable"]; exists {
+			agents["maxSurge"] = cmp.Or(agents["maxSurge"], value)
 			delete(agents, "maxUnavailable")
 		}
 	}

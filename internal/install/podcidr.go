@@ -224,10 +224,10 @@ func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key str
 	return m.Data[key], kubeerr.IgnoreUnknown(err)
 }
 
-// read parses text as YAML into the variable that the pointer into points to. Then it returns the
-// result of get, or "" if the text cannot be parsed.
-func read(text string, err error, into any, get func() string) (string, error) {
-	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
+// read parses text as YAML into target, which is a pointer. Then it returns the result of get, or
+// "" if the text cannot be parsed.
+func read(text string, err error, target any, get func() string) (string, error) {
+	if err != nil || text == "" || yaml.Unmarshal([]byte(text), target) != nil {
 		return "", err
 	}
 	return get(), nil
