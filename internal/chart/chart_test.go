@@ -256,8 +256,8 @@ func TestIPAMRequiresCertificatesIfASecretIsNamed(t *testing.T) {
 	}
 }
 
-// The size limit of the state volume must fit both files of a gateway, and a temporary copy of
-// either (statefile.Write, internal/source/kube).
+// The size limit of the state volume must fit both files of a gateway, and the temporary copy of
+// one of them that statefile.Write makes.
 func TestGatewayStateVolumeHoldsBothFiles(t *testing.T) {
 	volumes, _, err := unstructured.NestedSlice(find(t, objects(t, paris(nil)), "Deployment", "isthmus-gateway").Object, "spec", "template", "spec", "volumes")
 	if err != nil {

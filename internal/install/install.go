@@ -381,9 +381,9 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	return c.Apply(ctx, u)
 }
 
-// chooseIdentity returns the identity of the cluster. That is the existing identity or, if
-// there is none (nil), the wanted one, with the UID of kube-system as the default ID. It
-// returns an error if the wanted identity differs from the existing one.
+// chooseIdentity returns the identity of the cluster: have or, if have is nil, want. If want has no
+// ID, the ID is the UID of kube-system (uid). An error means that want differs from have, or is not
+// valid.
 func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}

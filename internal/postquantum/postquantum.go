@@ -279,7 +279,7 @@ func (s State) readAnswer(received Fields, context []byte) (State, Progress, err
 	}
 	shared, err := key.Decapsulate(answer)
 	if err != nil {
-		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // fails only for an answer of another length
+		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // fails only for an answer of the wrong length
 	}
 	d := derive(shared, s.Message, answer, context)
 	theirs := d.tag("answer", use)

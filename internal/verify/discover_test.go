@@ -92,7 +92,7 @@ func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 	}
 	pods := natengine.Remap{From: netip.MustParsePrefix("10.248.0.0/16"), To: netip.MustParsePrefix("10.244.0.0/16")}
 	all := []discoveryv1.EndpointSlice{
-		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // another exporter's endpoint
+		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // the last slice is of another exporter
 		slice("db", "derived-2", true, "10.248.1.7"), // a headless Service
 		slice("sick", "derived-3", false, "10.248.1.6"), slice("theirs", "derived-4", true, "10.250.1.2"),
 	}

@@ -234,8 +234,8 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	return results
 }
 
-// patience returns the maximum time that a Pod takes for requests, even if none is answered,
-// with a margin for the connection to the Pod. Large transfers may be slow, too.
+// patience returns the maximum time that a Pod takes for requests, even if none is answered, with a
+// margin for the connection to the Pod. Large transfers get more time.
 func patience(requests []Request, once bool) time.Duration {
 	rounds := (len(requests) + senders - 1) / senders
 	if once {
