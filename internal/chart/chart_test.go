@@ -385,14 +385,14 @@ func TestNoComponentHasExtraPrivileges(t *testing.T) {
 			if tc.hostNetwork && row == "gateway" {
 				row = "gateway with `gateway.hostNetwork`"
 			}
-			documented(t, row, got[name])
+			checkDocumented(t, row, got[name])
 		}
 	}
 }
 
-// documented fails the test if the table in docs/security.md and a manifest have different
+// checkDocumented fails the test if the table in docs/security.md and a manifest have different
 // privileges.
-func documented(t *testing.T, component, privileges string) {
+func checkDocumented(t *testing.T, component, privileges string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/security.md")
 	if err != nil {

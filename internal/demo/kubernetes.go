@@ -53,9 +53,9 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 		{"Two clusters of two nodes, with kubelet, containerd, kube-proxy, CoreDNS, and the same PodCIDR and Service CIDR", k.clusters},
 		{"isthmus install --cluster-name NAME --services --configure-dns, in both", k.install},
 		{"isthmus peer --context a --remote-context b --services default", k.peer},
-		{"A web server in b, a pod in a", k.pods},
+		{"A web server in b, a pod in a", k.startPods},
 		{"The first HTTP answer, from the pod in a", k.answer},
-		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.names},
+		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.waitForDNS},
 		{"kubectl apply, in b: the Service web and its ServiceExport", k.export},
 		{"The same in a, which has a web server too; then all nodes of b lose power", k.powerOff},
 	}
@@ -139,9 +139,9 @@ const (
 	demoPage      = "http://web.default.svc.clusterset.local:8080/"
 )
 
-// pods starts the server and the client on nodes without the active gateway, to use the longest
-// path.
-func (k *kubernetes) pods() error {
+// startPods starts the server and the client on nodes without the active gateway, to use the
+// longest path.
+func (k *kubernetes) startPods() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	server, _, err := k.start(b, "web")
 	if err != nil {
@@ -224,9 +224,9 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	return string(body), err
 }
 
-// names waits until CoreDNS in cluster a answers for the zone of multi-cluster services. The
+// waitForDNS waits until CoreDNS in cluster a answers for the zone of multi-cluster services. The
 // answer may be that the name does not exist.
-func (k *kubernetes) names() error {
+func (k *kubernetes) waitForDNS() error {
 	const enough, patience = 10, 3 * time.Minute // consecutive answers: CoreDNS has two Pods
 	answers := 0
 	var last error

@@ -340,13 +340,13 @@ func TestPeerConnectionRateIsLimited(t *testing.T) {
 	}
 }
 
-// far is a connection in the tunnel whose Close waits for the peer.
-type far struct {
+// slowConn is a connection in the tunnel whose Close waits for the peer.
+type slowConn struct {
 	net.Conn
 	closed chan struct{}
 }
 
-func (f far) Close() error {
+func (f slowConn) Close() error {
 	f.Conn.Close()
 	<-f.closed
 	return nil
@@ -357,7 +357,7 @@ func TestConnectionIsCountedUntilBothSidesClose(t *testing.T) {
 	w.Set(agreed)
 	ours, theirs := net.Pipe()
 	ours.Close()
-	f, done := far{theirs, make(chan struct{})}, make(chan struct{})
+	f, done := slowConn{theirs, make(chan struct{})}, make(chan struct{})
 	go func() {
 		defer close(done)
 		w.Take(source, func() (net.Conn, error) { return f, nil }, func() {})
@@ -374,13 +374,13 @@ func TestConnectionIsCountedUntilBothSidesClose(t *testing.T) {
 	}
 }
 
-// faltering is a listener whose first Accept fails.
-type faltering struct {
+// failingListener is a listener whose first Accept fails.
+type failingListener struct {
 	net.Listener
 	failed atomic.Bool
 }
 
-func (f *faltering) Accept() (net.Conn, error) {
+func (f *failingListener) Accept() (net.Conn, error) {
 	if f.failed.CompareAndSwap(false, true) {
 		return nil, errors.New("too many open files")
 	}
@@ -392,7 +392,7 @@ func TestTheManagerPortSurvivesAnAcceptError(t *testing.T) {
 	listen := w.o.Listen
 	w.o.Listen = func() (net.Listener, error) {
 		l, err := listen()
-		return &faltering{Listener: l}, err
+		return &failingListener{Listener: l}, err
 	}
 	w.Set(agreed)
 	c, err := w.manager(secret, "b")

@@ -84,7 +84,7 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 		return false, err
 	}
 	some := false
-	for _, kind := range served(definition) {
+	for _, kind := range servedKinds(definition) {
 		var objects unstructured.UnstructuredList
 		objects.SetGroupVersionKind(kind)
 		err := c.Client.List(ctx, &objects)

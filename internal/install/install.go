@@ -167,14 +167,14 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := defineAgain(ctx, c, held, o); err != nil {
 		return err
 	}
-	if err := established(ctx, c, objects); err != nil {
+	if err := waitEstablished(ctx, c, objects); err != nil {
 		return err
 	}
 	if err := nameServices(ctx, c, services, o.Report); err != nil {
 		return err
 	}
 	if o.Wait > 0 {
-		if err := rolledOut(ctx, c, objects, o, "everything is applied"); err != nil {
+		if err := waitRolledOut(ctx, c, objects, o, "everything is applied"); err != nil {
 			return err
 		}
 	}
@@ -399,10 +399,10 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	return want, cluster.CheckIdentity(want)
 }
 
-// established waits until the API server serves the custom resources, which the next steps
-// need. The condition Established is not sufficient: the API server sets it before it serves
-// the kind, under load by seconds.
-func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
+// waitEstablished waits until the API server serves the custom resources, which the next steps
+// need. The condition Established is not sufficient: the API server sets it before it serves the
+// kind, under load by seconds.
+func waitEstablished(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for _, m := range manifests {
@@ -431,7 +431,7 @@ func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructu
 // servesKind reports whether the API server serves the kind of a custom resource definition.
 // The error "forbidden" also shows that it does.
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
-	for _, kind := range served(crd) {
+	for _, kind := range servedKinds(crd) {
 		var list unstructured.UnstructuredList
 		list.SetGroupVersionKind(kind)
 		if err := c.Client.List(ctx, &list, client.Limit(1)); err != nil && !apierrors.IsForbidden(err) {
@@ -441,8 +441,8 @@ func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	return true
 }
 
-// served returns the list kinds of all versions that a custom resource definition serves.
-func served(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
+// servedKinds returns the list kinds of all versions that a custom resource definition serves.
+func servedKinds(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
 	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")

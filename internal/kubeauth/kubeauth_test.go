@@ -98,13 +98,13 @@ func (w *world) allowMetrics(account string) {
 	must(w.t, err)
 }
 
-// counted counts the TokenReviews that a Reviewer requests.
-type counted struct {
+// reviewCounter counts the TokenReviews that a Reviewer requests.
+type reviewCounter struct {
 	next  http.RoundTripper
 	count *atomic.Int64
 }
 
-func (c counted) RoundTrip(r *http.Request) (*http.Response, error) {
+func (c reviewCounter) RoundTrip(r *http.Request) (*http.Response, error) {
 	if strings.HasSuffix(r.URL.Path, "/tokenreviews") {
 		c.count.Add(1)
 	}
@@ -128,7 +128,7 @@ func (w *world) guard(token string) *guarded {
 	g := &guarded{t: w.t, now: time.Now()}
 	config := rest.AnonymousClientConfig(w.config)
 	config.BearerToken = token
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return counted{next, &g.reviews} })
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return reviewCounter{next, &g.reviews} })
 	r, err := New(config, slog.New(slog.NewTextHandler(&g.log, nil)))
 	must(w.t, err)
 	r.now = func() time.Time { g.mu.Lock(); defer g.mu.Unlock(); return g.now }

@@ -56,8 +56,8 @@ func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err 
 	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", local, peer, ErrNotPeered)
 }
 
-// seen returns the address at which a pod of the other cluster is reached here.
-func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
+// localAddr returns the address at which a pod of the other cluster is reached here.
+func (a agreed) localAddr(pod netip.Addr) (netip.Addr, error) {
 	seen, ok := a.pods.Map(pod)
 	if !ok {
 		return seen, fmt.Errorf("its address %v is outside the PodCIDR of its cluster, %v", pod, a.pods.From)

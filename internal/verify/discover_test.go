@@ -132,7 +132,7 @@ func TestTargetsThatFailInTheirOwnClusterAreNotCounted(t *testing.T) {
 		text, err := json.Marshal(answers)
 		return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(text)), Request: r}, err
 	}
-	sites, _ := between(healthyPod, home)
+	sites, _ := twoSites(healthyPod, home)
 	from, lost := sites[0].pods[0].End, Answer{Error: "no answer within 3s"}
 	results := []Result{
 		{Check: Check{From: from, Target: "10.249.0.7", Protocol: ICMP, own: "172.30.3.3"}, Answer: lost},

@@ -237,7 +237,7 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 // patience returns the maximum time that a Pod takes for requests, even if none is answered, with a
 // margin for the connection to the Pod. Large transfers get more time.
 func patience(requests []Request, once bool) time.Duration {
-	rounds := (len(requests) + senders - 1) / senders
+	rounds := (len(requests) + maxSenders - 1) / maxSenders
 	if once {
 		return time.Duration(rounds)*attempt + 5*time.Second
 	}
@@ -247,7 +247,7 @@ func patience(requests []Request, once bool) time.Duration {
 			transfers++
 		}
 	}
-	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(maxTransferTime-attempt)/senders + maxTransferTime
+	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(maxTransferTime-attempt)/maxSenders + maxTransferTime
 }
 
 func (c Check) request() Request {
@@ -304,7 +304,7 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, report func([]Lo
 		// A Pod that only answers must get requests, too, or it would end as idle.
 		if _, sends := senders[m]; !sends {
 			group.Go(func() {
-				runPeriodically(ctx, idle/10, func() { _ = m.request(ctx, http.MethodGet, "/ready", nil, nil) })
+				runPeriodically(ctx, idleTimeout/10, func() { _ = m.request(ctx, http.MethodGet, "/ready", nil, nil) })
 			})
 		}
 	}

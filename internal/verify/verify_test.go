@@ -461,8 +461,8 @@ func lostPod(r *http.Request) (*http.Response, error) {
 	return nil, r.Context().Err()
 }
 
-// between returns two clusters with one Pod each, and the checks between them.
-func between(a, b roundTripper) (sites [2]*site, checks []Check) {
+// twoSites returns two clusters with one Pod each, and the checks between them.
+func twoSites(a, b roundTripper) (sites [2]*site, checks []Check) {
 	for i, w := range []roundTripper{a, b} {
 		end := ends(string(rune('a'+i)), 1)[0]
 		sites[i] = &site{pods: []*member{{End: end, name: "verify-" + end.Cluster, http: &http.Client{Transport: w}}}}
@@ -472,7 +472,7 @@ func between(a, b roundTripper) (sites [2]*site, checks []Check) {
 
 func TestPodOnALostNodeIsNotAwaitedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		sites, checks := between(healthyPod, lostPod)
+		sites, checks := twoSites(healthyPod, lostPod)
 		start := time.Now()
 		defer func() {
 			if took := time.Since(start); took > time.Minute {
@@ -490,7 +490,7 @@ func TestPodOnALostNodeIsNotAwaitedForever(t *testing.T) {
 // While one Pod does not answer requests, all others continue to send each second.
 func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		sites, checks := between(healthyPod, lostPod)
+		sites, checks := twoSites(healthyPod, lostPod)
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Second+time.Millisecond)
 		defer cancel()
 		reports := 0
@@ -508,7 +508,7 @@ func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 // Interrupting a continuous run is no error, unless Pods cannot be removed.
 func TestInterruptingAContinuousRunIsNotAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		sites, _ := between(healthyPod, healthyPod)
+		sites, _ := twoSites(healthyPod, healthyPod)
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
 		sent := 0
