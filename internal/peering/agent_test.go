@@ -153,4 +153,6 @@ func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 }
 
 // repeated returns n copies of element, separated by commas, for use in a JSON list.
-func repeated(element string, n int) string { return strings.TrimSuffix(strings.Repeat(element+",", n), ",") }
+func repeated(element string, n int) string {
+	return strings.TrimSuffix(strings.Repeat(element+",", n), ",")
+}
