@@ -72,9 +72,9 @@ of them fails.`,
 	return cmd
 }
 
-// A building compiles the API servers' programs in the background while the demo shows other
+// A kubeBuild compiles the API servers' programs in the background while the demo shows other
 // steps.
-type building struct {
+type kubeBuild struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 	shown  *gate
@@ -82,8 +82,8 @@ type building struct {
 	err    error
 }
 
-func build(ctx context.Context, progress io.Writer) *building {
-	b := &building{done: make(chan struct{}), shown: &gate{w: progress}}
+func build(ctx context.Context, progress io.Writer) *kubeBuild {
+	b := &kubeBuild{done: make(chan struct{}), shown: &gate{w: progress}}
 	ctx, b.cancel = context.WithCancel(ctx)
 	go func() {
 		defer close(b.done)
@@ -93,7 +93,7 @@ func build(ctx context.Context, progress io.Writer) *building {
 }
 
 // wait prints the progress until the build ends, and returns the directory of the programs.
-func (b *building) wait(ctx context.Context) (string, error) {
+func (b *kubeBuild) wait(ctx context.Context) (string, error) {
 	b.shown.open()
 	select {
 	case <-b.done:
@@ -104,7 +104,7 @@ func (b *building) wait(ctx context.Context) (string, error) {
 }
 
 // end cancels an unfinished build.
-func (b *building) end() {
+func (b *kubeBuild) end() {
 	b.cancel()
 	<-b.done
 }

@@ -94,7 +94,8 @@ func up(ctx context.Context, out io.Writer, spec lab.Spec, binary string, bare b
 	return show(out, l)
 }
 
-// downHint adds the command that removes the lab to the error that the lab exists already.
+// downHint returns err. If err is lab.ErrExists, downHint appends the commands that show and remove
+// the lab.
 func downHint(err error, name string) error {
 	if errors.Is(err, lab.ErrExists) {
 		return fmt.Errorf("%w; \"isthmus-lab show --name %s\" shows it, \"isthmus-lab down --name %s\" removes it", err, name, name)

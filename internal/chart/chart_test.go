@@ -256,8 +256,8 @@ func TestIPAMRequiresCertificatesIfASecretIsNamed(t *testing.T) {
 	}
 }
 
-// The size limit of the state volume must fit both files of a gateway, and a temporary copy of
-// either (statefile.Write, internal/source/kube).
+// The size limit of the state volume must fit both files of a gateway, and the temporary copy of
+// one of them that statefile.Write makes.
 func TestGatewayStateVolumeHoldsBothFiles(t *testing.T) {
 	volumes, _, err := unstructured.NestedSlice(find(t, objects(t, paris(nil)), "Deployment", "isthmus-gateway").Object, "spec", "template", "spec", "volumes")
 	if err != nil {
@@ -385,14 +385,14 @@ func TestNoComponentHasExtraPrivileges(t *testing.T) {
 			if tc.hostNetwork && row == "gateway" {
 				row = "gateway with `gateway.hostNetwork`"
 			}
-			documented(t, row, got[name])
+			checkDocumented(t, row, got[name])
 		}
 	}
 }
 
-// documented fails the test if the table in docs/security.md and a manifest have different
+// checkDocumented fails the test if the table in docs/security.md and a manifest have different
 // privileges.
-func documented(t *testing.T, component, privileges string) {
+func checkDocumented(t *testing.T, component, privileges string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/security.md")
 	if err != nil {

@@ -55,10 +55,10 @@ func check(ctx context.Context) bool {
 		// count against a test's timeout.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
 	}
-	// The steps of here and those of beside run at the same time. Tests in test/ mostly wait, for
-	// elections and API servers, and need the CPU at once when they wake. Tests that mostly compute
-	// have nice 10: they get a tenth of the CPU when the API servers need it.
-	here := []step{
+	// mainSteps and testDirSteps run at the same time. Tests in test/ mostly wait, for elections
+	// and API servers, and need the CPU at once when they wake. Tests that mostly compute have nice
+	// 10: they get a tenth of the CPU when the API servers need it.
+	mainSteps := []step{
 		{"lint", command("nice", "-n", "10", "make", "--no-print-directory", "lint")},
 		{"tests", goTest(nice10, ".", tests, raceDetector, concurrent()...)},
 		{"sequential", goTest(nice10, ".", tests, "", sequential...)},
@@ -68,7 +68,7 @@ func check(ctx context.Context) bool {
 		// The race detector would slow down the honest peer and falsify the comparison.
 		{"fairness", goTest(nice0, ".", tests, "", "-run=OneHostilePeer", "./gateway")},
 	}
-	beside := []step{
+	testDirSteps := []step{
 		// The two slowest packages start first.
 		{"tests in test/", goTest(nice0, testDir, tests, raceDetector, "./fleet", "./control", "./...")},
 		{"without the race detector", goTest(nice0, testDir, tests, "", "-run=BudgetOfTheRules|LargestPeerServices", "./crd")},
@@ -80,8 +80,8 @@ func check(ctx context.Context) bool {
 	results := run(ctx, first)
 	var more []result
 	var wg sync.WaitGroup
-	wg.Go(func() { more = run(ctx, beside) })
-	results = append(results, run(ctx, here)...)
+	wg.Go(func() { more = run(ctx, testDirSteps) })
+	results = append(results, run(ctx, mainSteps)...)
 	wg.Wait()
 	results = append(results, more...)
 	if again := tests.repeatable(maxRepeated); len(again) > 0 {

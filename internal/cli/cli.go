@@ -55,9 +55,9 @@ func Unreachable(err error) error { return &codeError{Wrong, err} }
 // already.
 var ErrProblem error = &codeError{code: Problem}
 
-// started is the annotation of a command that has begun to run. From then on, its errors are not
-// usage errors.
-const started = "started"
+// startedAnnotation is the annotation of a command that has begun to run. From then on, its errors
+// are not usage errors.
+const startedAnnotation = "started"
 
 // Run runs a program and returns its exit code. The first SIGINT, SIGTERM or SIGHUP cancels the
 // command's context; a second one ends the program at once.
@@ -83,7 +83,7 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	if root.Annotations == nil {
 		root.Annotations = make(map[string]string)
 	}
-	root.PersistentPreRun = func(*cobra.Command, []string) { root.Annotations[started] = "yes" }
+	root.PersistentPreRun = func(*cobra.Command, []string) { root.Annotations[startedAnnotation] = "yes" }
 	cmd, err := root.ExecuteContextC(ctx)
 	return exitCode(ctx, root, cmd, err)
 }
@@ -116,7 +116,7 @@ func exitCode(ctx context.Context, root, cmd *cobra.Command, err error) int {
 	if code := (*codeError)(nil); errors.As(err, &code) {
 		return code.code
 	}
-	if root.Annotations[started] == "" {
+	if root.Annotations[startedAnnotation] == "" {
 		fmt.Fprintf(root.ErrOrStderr(), "Try \"%s --help\".\n", cmd.CommandPath())
 		return Wrong
 	}

@@ -17,7 +17,7 @@ import (
 //	}
 const denialLine = "disable denial " + Zone + " "
 
-// A cache describes the lines of plugin cache in the server block that answers for the zone.
+// A cache has the tokens of a plugin cache, in the server block that answers for the zone.
 type cache struct {
 	name   token
 	args   []token
@@ -26,8 +26,8 @@ type cache struct {
 	denial []token
 }
 
-// last returns the byte offset at which the arguments end.
-func (c *cache) last() int {
+// argumentsEnd returns the byte offset at which the plugin's arguments end.
+func (c *cache) argumentsEnd() int {
 	if len(c.args) == 0 {
 		return c.name.end
 	}
@@ -85,7 +85,7 @@ func addDenial(text string) string {
 	ending := endingOf(text)
 	switch {
 	case c.open == nil:
-		last := c.last()
+		last := c.argumentsEnd()
 		return text[:last] + cacheBlock(ending, indentOf(text, c.name.start)) + text[last:]
 	case c.next.line == c.open.line || strings.TrimLeft(text[c.open.start-1:c.open.start], " \t") != "":
 		return text
@@ -119,7 +119,7 @@ func removeDenial(text string) (string, error) {
 	line := lineEnd(text[first.start:])
 	begin, end := strings.LastIndexByte(text[:first.start], '\n')+1, first.start+len(line)
 	if line == denialLine+markOwnBlock {
-		last := c.last()
+		last := c.argumentsEnd()
 		if rest, ok := strings.CutPrefix(text[last:], cacheBlock(endingOf(text), indentOf(text, c.name.start))); ok {
 			return text[:last] + rest, nil
 		}

@@ -26,8 +26,8 @@ const Zone = "clusterset.local"
 // option is the option of the plugin kubernetes, available since CoreDNS 1.12.2.
 const option = "multicluster"
 
-// A mark is a comment at the end of a line that Add has written. It names the other parts that Add
-// has written with the line.
+// A mark is a comment at the end of a line that Add has written. It states which other parts Add
+// has written with that line. Remove removes these parts, too.
 const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"
@@ -150,8 +150,8 @@ func Serves(text string) (bool, error) {
 	return err == nil && k.serves, err
 }
 
-// Multicluster reports whether CoreDNS needs ServiceImports, for any zone. It reports true if the
-// option's name occurs anywhere outside of comments.
+// Multicluster reports whether a Corefile has the option multicluster, for any zone. CoreDNS then
+// needs ServiceImports. Any word that equals the option's name counts.
 func Multicluster(text string) bool {
 	tokens, err := lex(text)
 	return err != nil && strings.Contains(text, option) || slices.ContainsFunc(tokens, func(t token) bool { return t.text == option })

@@ -99,7 +99,7 @@ func (p *pair) join() error {
 	if err != nil {
 		return err
 	}
-	if err := p.answers(from, seen); err != nil {
+	if err := p.waitForAnswer(from, seen); err != nil {
 		return err
 	}
 	for _, direction := range []struct {
@@ -121,8 +121,8 @@ func (p *pair) join() error {
 	return nil
 }
 
-// answers waits until addr replies to a ping.
-func (p *pair) answers(from *lab.Pod, addr netip.Addr) error {
+// waitForAnswer waits until addr replies to a ping.
+func (p *pair) waitForAnswer(from *lab.Pod, addr netip.Addr) error {
 	ctx, cancel := context.WithTimeout(p.ctx, joinTimeout)
 	defer cancel()
 	pings := p.count(ctx, from, addr)
@@ -216,7 +216,7 @@ func (p *pair) fault() error {
 	if err != nil {
 		return err
 	}
-	if err := p.answers(p.a.Pods[0], seen); err != nil {
+	if err := p.waitForAnswer(p.a.Pods[0], seen); err != nil {
 		return err
 	}
 	p.ok("with the right key in the file, the first ping is answered after %.1f s; nothing was restarted", time.Since(begin).Seconds())

@@ -53,11 +53,11 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 		{"Two clusters of two nodes, with kubelet, containerd, kube-proxy, CoreDNS, and the same PodCIDR and Service CIDR", k.clusters},
 		{"isthmus install --cluster-name NAME --services --configure-dns, in both", k.install},
 		{"isthmus peer --context a --remote-context b --services default", k.peer},
-		{"A web server in b, a pod in a", k.pods},
+		{"A web server in b, a pod in a", k.startPods},
 		{"The first HTTP answer, from the pod in a", k.answer},
-		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.names},
+		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.waitForDNS},
 		{"kubectl apply, in b: the Service web and its ServiceExport", k.export},
-		{"The same in a, which has a web server too; then all nodes of b lose power", k.fail},
+		{"The same in a, which has a web server too; then all nodes of b lose power", k.powerOff},
 	}
 	if o.Keep {
 		steps = append(steps, step{"The nodes of b start again", k.restart})
@@ -139,9 +139,9 @@ const (
 	demoPage      = "http://web.default.svc.clusterset.local:8080/"
 )
 
-// pods starts the server and the client on nodes without the active gateway, to use the longest
-// path.
-func (k *kubernetes) pods() error {
+// startPods starts the server and the client on nodes without the active gateway, to use the
+// longest path.
+func (k *kubernetes) startPods() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	server, _, err := k.start(b, "web")
 	if err != nil {
@@ -224,9 +224,9 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	return string(body), err
 }
 
-// names waits until CoreDNS in cluster a answers for the zone of multi-cluster services. The
+// waitForDNS waits until CoreDNS in cluster a answers for the zone of multi-cluster services. The
 // answer may be that the name does not exist.
-func (k *kubernetes) names() error {
+func (k *kubernetes) waitForDNS() error {
 	const enough, patience = 10, 3 * time.Minute // consecutive answers: CoreDNS has two Pods
 	answers := 0
 	var last error
@@ -303,8 +303,8 @@ func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 	return body, nil
 }
 
-// fail powers off one of two exporting clusters while the client continues.
-func (k *kubernetes) fail() error {
+// powerOff powers off one of two exporting clusters while the client continues.
+func (k *kubernetes) powerOff() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	if _, _, err := k.start(a, "web"); err != nil {
 		return err
@@ -341,7 +341,7 @@ func (k *kubernetes) fail() error {
 	return nil
 }
 
-// restart boots the nodes that fail has powered off, so that kept clusters are of use.
+// restart boots the nodes that powerOff has stopped, because the reader may keep the clusters.
 func (k *kubernetes) restart() error {
 	return lab.Each(k.set.Clusters[1].Nodes, func(n *kubenodes.Node) error { return n.Start(k.ctx) })
 }

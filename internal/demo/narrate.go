@@ -82,9 +82,9 @@ func (i *indenter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// talk pings the address dst and fetches a page from it. It verifies that the host to answers, and
-// that this host sees src as the address of the client.
-func (n *narrator) talk(from, to *lab.Host, dst, src netip.Addr) error {
+// talk pings the address dst and fetches a page from it. It verifies that the page comes from
+// server, and that server sees the address src as that of the client.
+func (n *narrator) talk(from, server *lab.Host, dst, src netip.Addr) error {
 	rtt, err := from.Ping(n.ctx, dst)
 	if err != nil {
 		return err
@@ -96,10 +96,10 @@ func (n *narrator) talk(from, to *lab.Host, dst, src netip.Addr) error {
 		return err
 	}
 	got = strings.TrimSpace(got)
-	if want := fmt.Sprintf("%s sees %v", to, src); got != want {
+	if want := fmt.Sprintf("%s sees %v", server, src); got != want {
 		return fmt.Errorf("http://%v from %s: %q; want %q", dst, from, got, want)
 	}
-	n.ok("%-7s -> %-8s at %-12v ping %5.2f ms   HTTP: %q", from, to, dst, float64(rtt.Microseconds())/1000, got)
+	n.ok("%-7s -> %-8s at %-12v ping %5.2f ms   HTTP: %q", from, server, dst, float64(rtt.Microseconds())/1000, got)
 	return nil
 }
 

@@ -12,9 +12,9 @@ import (
 
 const metricDrops = "isthmus_drops_total"
 
-// mapped makes an endpoint of cluster b reachable from cluster a, although the endpoint is not a
-// pod. It requests the mapping from b's manager.
-func (s *show) mapped() error {
+// mapEndpoint makes an endpoint of cluster b reachable from cluster a, although the endpoint is not
+// a pod. It requests the mapping from b's manager.
+func (s *show) mapEndpoint() error {
 	server := s.b.OnPrem
 	seen, err := s.b.MapEndpoint(s.ctx, server.Addr, s.a)
 	if err != nil {
@@ -32,8 +32,8 @@ func (s *show) mapped() error {
 	return s.talk(from.Host, server.Host, seen, caller)
 }
 
-// refused sends to an address without a mapping, and checks the drop counter of the gateway.
-func (s *show) refused() error {
+// sendUnmapped sends to an address without a mapping, and checks the drop counter of the gateway.
+func (s *show) sendUnmapped() error {
 	p, err := s.a.Peering(s.ctx, s.b)
 	if err != nil {
 		return err

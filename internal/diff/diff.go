@@ -23,7 +23,7 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 	case len(old)+len(wanted) == 0:
 		return nil, nil, nil
 	case len(old)+len(wanted) > maxDiffering:
-		return whole(have, want, key)
+		return compareAll(have, want, key)
 	}
 	var keys []K
 	for _, v := range slices.Concat(old, wanted) {
@@ -34,9 +34,9 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 	if countKeys(have, keys, key) != len(old) || countKeys(want, keys, key) != len(wanted) {
 		// An element outside old and wanted has the same key as an element in them, so all elements
 		// must be compared.
-		return whole(have, want, key)
+		return compareAll(have, want, key)
 	}
-	return whole(old, wanted, key)
+	return compareAll(old, wanted, key)
 }
 
 // differing walks through both lists side by side. It returns the elements that do not match. If
@@ -76,8 +76,8 @@ func countKeys[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	return n
 }
 
-// whole returns the same result as Of. It compares all elements through maps.
-func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
+// compareAll returns the same result as Of. It compares all elements through maps.
+func compareAll[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	old := make(map[K]V, len(have))
 	for _, v := range have {
 		old[key(v)] = v

@@ -45,7 +45,7 @@ func TestDiffComparesAllElements(t *testing.T) {
 			}
 		}
 		add, replace, remove := Of(have, want, key)
-		wantAdd, wantReplace, wantRemove := whole(have, want, key)
+		wantAdd, wantReplace, wantRemove := compareAll(have, want, key)
 		if !slices.Equal(add, wantAdd) || !slices.Equal(replace, wantReplace) || !slices.Equal(remove, wantRemove) {
 			t.Fatalf("have %v, want %v: add %v, replace %v, remove %v; by all elements %v, %v, %v", have, want, add, replace, remove, wantAdd, wantReplace, wantRemove)
 		}

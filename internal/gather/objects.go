@@ -12,9 +12,9 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// wanted is a kind of objects to read. A kind with the place everywhere is cluster-scoped, or is
-// read in all namespaces.
-type wanted struct {
+// objectKind is a kind of objects to read. A kind with the place everywhere is cluster-scoped, or
+// is read in all namespaces.
+type objectKind struct {
 	version, kind string
 	where         place
 	prefix        string // prefix of the objects' names; empty: all objects
@@ -29,7 +29,7 @@ const (
 	inBoth
 )
 
-var kinds = []wanted{
+var kinds = []objectKind{
 	{"isthmus.net/v1alpha1", "Peering", everywhere, ""},
 	{"isthmus.net/v1alpha1", "NodeNetworks", everywhere, ""},
 	{"isthmus.net/v1alpha1", "NetworkAllocation", everywhere, ""},

@@ -117,8 +117,8 @@ func explained(hops []Hop) bool {
 	return first != nil && !ranksLast(first)
 }
 
-// blameOne makes only one side of a tunnel broken, because both sides show the same fault. It
-// chooses the side that FirstBroken returns.
+// blameOne keeps only one hop of a tunnel broken, and makes the other broken one wait, because both
+// sides show the same fault. The hop that FirstBroken returns stays broken.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop

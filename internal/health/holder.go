@@ -31,9 +31,9 @@ type Holder struct {
 }
 
 // EndWithPod clears a holder whose Pod has no running container: its Lease stays valid for some
-// seconds, but nobody renews it. A holder's name is the name of its Pod; electors of client-go
-// append an underscore and more. hasPod states that every holder of this Lease runs in a Pod,
-// so a missing Pod clears the holder, too.
+// seconds, but nobody renews it. A holder's name is the name of its Pod, to which electors of
+// client-go append an underscore and a suffix. hasPod states that every holder of this Lease runs
+// in a Pod, so a missing Pod clears the holder, too.
 func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	name, _, _ := strings.Cut(h.Name, "_")
 	if name == "" {
@@ -48,9 +48,8 @@ func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	}
 }
 
-// ended reports whether a Pod has no running container, according to its kubelet. For a second
-// or two after a container was restarted in place, the kubelet still reports that it does not
-// run.
+// ended reports whether a Pod has no running container, according to its kubelet. After a container
+// was restarted in place, the kubelet reports for a second or two that the container does not run.
 func ended(p *corev1.Pod) bool {
 	if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 		return true

@@ -103,9 +103,9 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	return hop
 }
 
-// UpdateGateway updates the hop of the gateway in hops from a Peering. The manager notices earlier
-// than this program that nobody renews the gateways' Lease, because the manager reads the Lease
-// every few seconds, by a single clock.
+// UpdateGateway makes the gateway's hop broken if a Peering reports that no gateway is active. The
+// manager notices earlier than this program that nobody renews the gateways' Lease, because the
+// manager reads the Lease every few seconds, by a single clock.
 func UpdateGateway(hops []Hop, p *isthmus.Peering) {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {

@@ -103,8 +103,8 @@ func (w *world) manager(private [32]byte, peer string) (net.Conn, error) {
 	return connected, err
 }
 
-// echoes checks that a connection returns the octets sent through it.
-func echoes(t *testing.T, c net.Conn) {
+// checkEcho checks that a connection returns the octets sent through it.
+func checkEcho(t *testing.T, c net.Conn) {
 	t.Helper()
 	_ = c.SetDeadline(time.Now().Add(time.Minute))
 	sent, got := bytes.Repeat([]byte("api"), 10_000), make([]byte, 30_000)
@@ -114,8 +114,8 @@ func echoes(t *testing.T, c net.Conn) {
 	}
 }
 
-// ends waits for the end of a connection, for less time than the idle timeout.
-func ends(t *testing.T, c net.Conn) {
+// waitForEnd waits for the end of a connection, for less time than the idle timeout.
+func waitForEnd(t *testing.T, c net.Conn) {
 	t.Helper()
 	_ = c.SetReadDeadline(time.Now().Add(Idle / 2))
 	if _, err := c.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
@@ -131,7 +131,7 @@ func TestManagerReachesAPeerWithInBandControl(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	echoes(t, c)
+	checkEcho(t, c)
 	if w.dialed.Load() != gateway {
 		t.Errorf("dialed %v, want %v", w.dialed.Load(), gateway)
 	}
@@ -139,7 +139,7 @@ func TestManagerReachesAPeerWithInBandControl(t *testing.T) {
 		t.Errorf("counted %+v", all)
 	}
 	w.Set(nil) // the peer no longer agrees to in-band control
-	ends(t, c)
+	waitForEnd(t, c)
 	if c, err := net.Dial("tcp", w.addr); err == nil {
 		c.Close()
 		t.Error("the port is still open")
@@ -157,11 +157,11 @@ func TestConnectionIsClosedWhenTheGatewaysChangeTheirKey(t *testing.T) {
 	}
 	defer c.Close()
 	w.Set(agreed) // the key has not changed
-	echoes(t, c)
+	checkEcho(t, c)
 	next := [32]byte{4, 5, 6}
 	w.key.Store(next)
 	w.Set(agreed)
-	ends(t, c)
+	waitForEnd(t, c)
 	if c, err := w.manager(secret, "b"); err == nil {
 		c.Close()
 		t.Error("the former key was accepted")
@@ -170,7 +170,7 @@ func TestConnectionIsClosedWhenTheGatewaysChangeTheirKey(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	echoes(t, c)
+	checkEcho(t, c)
 }
 
 func TestAManagerGetsTheReasonForARefusedConnection(t *testing.T) {
@@ -252,7 +252,7 @@ func TestConnectionsOfAPeerToTheAPIServerAreLimited(t *testing.T) {
 		if c := take(source); c == nil {
 			t.Fatal("refused")
 		} else {
-			echoes(t, c)
+			checkEcho(t, c)
 		}
 	}
 	if take(source) != nil || take(netip.MustParseAddr("10.71.0.7")) != nil {
@@ -261,7 +261,7 @@ func TestConnectionsOfAPeerToTheAPIServerAreLimited(t *testing.T) {
 	if c := take(netip.MustParseAddr("10.73.0.0")); c == nil {
 		t.Error("one peer shut another one out")
 	} else {
-		echoes(t, c)
+		checkEcho(t, c)
 	}
 	all, _ := w.Stats()
 	for _, p := range all {
@@ -281,9 +281,9 @@ func TestConnectionsOfARemovedPeerAreClosed(t *testing.T) {
 		defer close(done)
 		w.Take(source, func() (net.Conn, error) { return theirs, nil }, func() { theirs.Close() })
 	}()
-	echoes(t, ours)
+	checkEcho(t, ours)
 	w.Set(nil)
-	ends(t, ours)
+	waitForEnd(t, ours)
 	<-done
 }
 
@@ -302,7 +302,7 @@ func TestLeavingPeerCannotReachOurAPIServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	echoes(t, c)
+	checkEcho(t, c)
 }
 
 func TestPeerBandwidthIsLimited(t *testing.T) {
@@ -340,13 +340,13 @@ func TestPeerConnectionRateIsLimited(t *testing.T) {
 	}
 }
 
-// far is a connection in the tunnel whose Close waits for the peer.
-type far struct {
+// slowConn is a connection in the tunnel whose Close waits for the peer.
+type slowConn struct {
 	net.Conn
 	closed chan struct{}
 }
 
-func (f far) Close() error {
+func (f slowConn) Close() error {
 	f.Conn.Close()
 	<-f.closed
 	return nil
@@ -357,7 +357,7 @@ func TestConnectionIsCountedUntilBothSidesClose(t *testing.T) {
 	w.Set(agreed)
 	ours, theirs := net.Pipe()
 	ours.Close()
-	f, done := far{theirs, make(chan struct{})}, make(chan struct{})
+	f, done := slowConn{theirs, make(chan struct{})}, make(chan struct{})
 	go func() {
 		defer close(done)
 		w.Take(source, func() (net.Conn, error) { return f, nil }, func() {})
@@ -374,13 +374,13 @@ func TestConnectionIsCountedUntilBothSidesClose(t *testing.T) {
 	}
 }
 
-// faltering is a listener whose first Accept fails.
-type faltering struct {
+// failingListener is a listener whose first Accept fails.
+type failingListener struct {
 	net.Listener
 	failed atomic.Bool
 }
 
-func (f *faltering) Accept() (net.Conn, error) {
+func (f *failingListener) Accept() (net.Conn, error) {
 	if f.failed.CompareAndSwap(false, true) {
 		return nil, errors.New("too many open files")
 	}
@@ -392,7 +392,7 @@ func TestTheManagerPortSurvivesAnAcceptError(t *testing.T) {
 	listen := w.o.Listen
 	w.o.Listen = func() (net.Listener, error) {
 		l, err := listen()
-		return &faltering{Listener: l}, err
+		return &failingListener{Listener: l}, err
 	}
 	w.Set(agreed)
 	c, err := w.manager(secret, "b")

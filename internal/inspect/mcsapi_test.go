@@ -89,9 +89,10 @@ func (n *nameServer) setImage(image string) {
 		[]byte(`{"spec":{"template":{"spec":{"containers":[{"name":"coredns","image":"`+image+`"}]}}}}`))))
 }
 
-// wants fails the test unless the Corefile is text, and the objects exist as the elements of exist
-// state, in this order: the definition of exports, the definition of imports, the right of CoreDNS.
-func (n *nameServer) wants(what, text string, exist ...bool) {
+// requireState fails the test unless the Corefile is text and three objects exist, or do not exist,
+// as exist requires: the definition of exports, the definition of imports, and the right of
+// CoreDNS.
+func (n *nameServer) requireState(what, text string, exist ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap
 	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "coredns"}, &m))
@@ -128,7 +129,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 
 	// Without --configure-dns, a person must edit the Corefile; with it, install does.
 	must(t, n.install(install.Options{Values: servicesOn}))
-	n.wants("without --configure-dns", n.corefile, true, true, true)
+	n.requireState("without --configure-dns", n.corefile, true, true, true)
 	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
 		t.Errorf("%+v, %v", h, err)
 	}
@@ -141,7 +142,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 		t.Errorf("the right is of %v", s)
 	}
 	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
-	n.wants("with --configure-dns", with, true, true, true)
+	n.requireState("with --configure-dns", with, true, true, true)
 	if !n.reported.Has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
 		t.Errorf("it says %v", n.reported)
 	}
@@ -153,7 +154,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	// Later runs keep the choices about services and --configure-dns.
 	for _, o := range []install.Options{{}, {ConfigureDNS: new(true)}} {
 		must(t, n.install(o))
-		n.wants("the second time", with, true, true, true)
+		n.requireState("the second time", with, true, true, true)
 		for _, line := range n.reported {
 			if !strings.HasSuffix(line, " unchanged") && !strings.Contains(line, "as before; --without-workloads") {
 				t.Errorf("the second time: %s", line)
@@ -161,31 +162,31 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 		}
 	}
 	must(t, n.install(install.Options{ConfigureDNS: new(false)}))
-	n.wants("with --configure-dns=false", n.corefile, true, true, true)
+	n.requireState("with --configure-dns=false", n.corefile, true, true, true)
 
 	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
 	must(t, n.install(install.Options{Values: servicesOff}))
-	n.wants("switched off", n.corefile, false, false, false)
+	n.requireState("switched off", n.corefile, false, false, false)
 	if err := n.install(install.Options{ConfigureDNS: new(true)}); err == nil || !strings.Contains(err.Error(), "needs --services") {
 		t.Errorf("--configure-dns alone: %v", err)
 	}
 	must(t, n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)}))
-	n.wants("again", with, true, true, true)
+	n.requireState("again", with, true, true, true)
 	n.uninstall()
-	n.wants("uninstalled", n.corefile, false, false, false)
+	n.requireState("uninstalled", n.corefile, false, false, false)
 
 	// If a person has added the zone by hand but not changed the cache, --configure-dns changes the
 	// cache.
 	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
 	n.setCorefile(zone)
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if n.wants("by hand", zone, true, true, true); n.reported.Has("CoreDNS does not answer") {
+	if n.requireState("by hand", zone, true, true, true); n.reported.Has("CoreDNS does not answer") {
 		t.Errorf("it says %v", n.reported)
 	}
 	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
-	n.wants("cache", strings.Replace(zone, "denial cluster.local", "denial cluster.local clusterset.local # added by isthmus install, with the zone", 1), true, true, true)
+	n.requireState("cache", strings.Replace(zone, "denial cluster.local", "denial cluster.local clusterset.local # added by isthmus install, with the zone", 1), true, true, true)
 	n.uninstall()
-	n.wants("cache, uninstalled", zone, false, true, true)
+	n.requireState("cache, uninstalled", zone, false, true, true)
 }
 
 // Objects and changes of other clients are kept, and so is everything that they need.
@@ -197,7 +198,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 		"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceExport", "metadata": map[string]any{"namespace": "default", "name": "shop"}}}
 	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
-	n.wants("with an export", n.corefile, true, false, false)
+	n.requireState("with an export", n.corefile, true, false, false)
 	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: it has ServiceExports of other programs: default/shop") {
 		t.Errorf("it says %v", n.reported)
 	}
@@ -220,7 +221,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 		must(t, n.Client.Create(t.Context(), o))
 	}
 	n.uninstall()
-	n.wants("with two imports", n.corefile, false, true, false)
+	n.requireState("with two imports", n.corefile, false, true, false)
 	if !n.reported.Has("stays: it has ServiceImports of other programs: default/theirs;") {
 		t.Errorf("it says %v", n.reported)
 	}
@@ -237,14 +238,14 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, n.install(install.Options{Values: servicesOn}))
 	n.setCorefile(byHand)
 	n.uninstall()
-	n.wants("by hand", byHand, false, true, true)
+	n.requireState("by hand", byHand, false, true, true)
 	if !n.reported.Has("ClusterRoleBinding isthmus-coredns stays: the Corefile in ConfigMap kube-system/coredns has the option multicluster") {
 		t.Errorf("it says %v", n.reported)
 	}
 	n.setCorefile(n.corefile)
 	must(t, n.install(install.Options{Values: servicesOn}))
 	n.uninstall()
-	n.wants("no more", n.corefile, false, false, false)
+	n.requireState("no more", n.corefile, false, false, false)
 
 	// Another client also applies the definition.
 	must(t, n.install(install.Options{Values: servicesOn}))
@@ -252,7 +253,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, err)
 	must(t, n.Client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
 	n.uninstall()
-	n.wants("applied by two", n.corefile, false, true, false)
+	n.requireState("applied by two", n.corefile, false, true, false)
 	if !n.reported.Has("serviceimports.multicluster.x-k8s.io stays: another manages fields of it as well") {
 		t.Errorf("it says %v", n.reported)
 	}
@@ -271,7 +272,7 @@ func TestForeignServiceDefinitionsAreKept(t *testing.T) {
 		t.Errorf("it says %v", n.reported)
 	}
 	n.uninstall()
-	n.wants("uninstalled", n.corefile, false, true, false)
+	n.requireState("uninstalled", n.corefile, false, true, false)
 
 	// A definition that is too old is an error, before anything is changed.
 	must(t, n.Client.Get(t.Context(), client.ObjectKeyFromObject(theirs), theirs))
@@ -287,7 +288,7 @@ func TestForeignServiceDefinitionsAreKept(t *testing.T) {
 	if err := n.install(install.Options{Values: servicesOn}); err == nil || !strings.Contains(err.Error(), "does not serve v1beta1") {
 		t.Errorf("too old: %v", err)
 	}
-	n.wants("too old", n.corefile, false, true, false)
+	n.requireState("too old", n.corefile, false, true, false)
 }
 
 // If CoreDNS would reject the zone, its Corefile is not changed.
@@ -307,7 +308,7 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !clustertest.Deleted(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
-		n.wants(fmt.Sprint(i), why.text, false, false, false)
+		n.requireState(fmt.Sprint(i), why.text, false, false, false)
 		if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || (h.Reason == reasonDNSTooOld) != (why.text == n.corefile) || h.State == health.Works || sharesServices(t.Context(), n.Cluster) {
 			t.Errorf("%d: %+v, %v", i, h, err)
 		}
@@ -316,7 +317,7 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 	if !n.reported.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: plugin kubernetes names no zones") {
 		t.Errorf("it says %v", n.reported)
 	}
-	n.wants("without --configure-dns", strange, true, true, true)
+	n.requireState("without --configure-dns", strange, true, true, true)
 
 	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
 	must(t, n.Client.Delete(t.Context(), d))
@@ -331,5 +332,5 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		t.Errorf("it says %v", n.reported)
 	}
 	n.uninstall()
-	n.wants("uninstalled", strange, false, false, false)
+	n.requireState("uninstalled", strange, false, false, false)
 }

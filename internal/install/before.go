@@ -199,7 +199,7 @@ func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.U
 		return err
 	}
 	agents := slices.DeleteFunc(slices.Clone(objects), func(u *unstructured.Unstructured) bool { return u.GetKind() != "DaemonSet" })
-	return rolledOut(ctx, c, agents, o, "the gateways stay on the host network until each node has the new route agent (--timeout 0 does not wait)")
+	return waitRolledOut(ctx, c, agents, o, "the gateways stay on the host network until each node has the new route agent (--timeout 0 does not wait)")
 }
 
 // keepLiqo returns an error if the cluster has Liqo and the values would replace Liqo's

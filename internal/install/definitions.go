@@ -41,10 +41,9 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 }
 
 // untilNoneTerminates waits until no definition in objects is being deleted. Applying a definition
-// would not stop its deletion, nor the deletion of all objects of its kind. held are the
-// definitions that only our components can release, so waiting for them is useless before the
-// components run. held is empty unless installs is set, which means that the components will
-// run.
+// would not stop its deletion, nor the deletion of all objects of its kind. installs means that the
+// caller will start the components. Then untilNoneTerminates does not wait for definitions that
+// only the components can release, and returns them as held.
 func untilNoneTerminates(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {
 		if o.GetKind() != DefinitionKind.Kind {
@@ -85,7 +84,7 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 		return false, err
 	}
 	some := false
-	for _, kind := range served(definition) {
+	for _, kind := range servedKinds(definition) {
 		var objects unstructured.UnstructuredList
 		objects.SetGroupVersionKind(kind)
 		err := c.Client.List(ctx, &objects)

@@ -215,7 +215,7 @@ func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.N
 		{"flags of the API server (--service-cluster-ip-range)", fromServers},
 		{"k3s (its nodes' arguments, or its default)", k3s(nodes, "--service-cidr", "10.43.0.0/16")},
 	} {
-		if p, ok := around(ipv4Networks(one.text)); ok {
+		if p, ok := enclosing(ipv4Networks(one.text)); ok {
 			return p.String(), one.source, nil
 		}
 	}

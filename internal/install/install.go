@@ -167,14 +167,14 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := defineAgain(ctx, c, held, o); err != nil {
 		return err
 	}
-	if err := established(ctx, c, objects); err != nil {
+	if err := waitEstablished(ctx, c, objects); err != nil {
 		return err
 	}
 	if err := nameServices(ctx, c, services, o.Report); err != nil {
 		return err
 	}
 	if o.Wait > 0 {
-		if err := rolledOut(ctx, c, objects, o, "everything is applied"); err != nil {
+		if err := waitRolledOut(ctx, c, objects, o, "everything is applied"); err != nil {
 			return err
 		}
 	}
@@ -306,11 +306,10 @@ func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %s, %s: %w", c, what, keyValues, err)
 	}
-	// An earlier version used this name for the number of nodes that an upgrade works on at
-	// once.
+	// In an earlier version, maxSurge was called maxUnavailable.
 	if agents, ok := values["routeAgent"].(chart.Values); ok {
-		if most, was := agents["maxUnavailable"]; was {
-			agents["maxSurge"] = cmp.Or(agents["maxSurge"], most)
+		if value, exists := agents["maxUnavailable"]; exists {
+			agents["maxSurge"] = cmp.Or(agents["maxSurge"], value)
 			delete(agents, "maxUnavailable")
 		}
 	}
@@ -382,9 +381,9 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	return c.Apply(ctx, u)
 }
 
-// chooseIdentity returns the identity of the cluster. That is the existing identity or, if
-// there is none (nil), the wanted one, with the UID of kube-system as the default ID. It
-// returns an error if the wanted identity differs from the existing one.
+// chooseIdentity returns the identity of the cluster: have or, if have is nil, want. If want has no
+// ID, the ID is the UID of kube-system (uid). An error means that want differs from have, or is not
+// valid.
 func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
@@ -400,10 +399,10 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	return want, cluster.CheckIdentity(want)
 }
 
-// established waits until the API server serves the custom resources, which the next steps
-// need. The condition Established is not sufficient: the API server sets it before it serves
-// the kind, under load by seconds.
-func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
+// waitEstablished waits until the API server serves the custom resources, which the next steps
+// need. The condition Established is not sufficient: the API server sets it before it serves the
+// kind, under load by seconds.
+func waitEstablished(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for _, m := range manifests {
@@ -432,7 +431,7 @@ func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructu
 // servesKind reports whether the API server serves the kind of a custom resource definition.
 // The error "forbidden" also shows that it does.
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
-	for _, kind := range served(crd) {
+	for _, kind := range servedKinds(crd) {
 		var list unstructured.UnstructuredList
 		list.SetGroupVersionKind(kind)
 		if err := c.Client.List(ctx, &list, client.Limit(1)); err != nil && !apierrors.IsForbidden(err) {
@@ -442,8 +441,8 @@ func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	return true
 }
 
-// served returns the list kinds of all versions that a custom resource definition serves.
-func served(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
+// servedKinds returns the list kinds of all versions that a custom resource definition serves.
+func servedKinds(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
 	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")

@@ -589,7 +589,7 @@ func TestNetworkThatContainsAllOthersIsChosen(t *testing.T) {
 		"10.1.0.0/16,10.2.0.0/16": "", "fd00::/64": "", "": "",
 	} {
 		got := ""
-		if p, ok := around(ipv4Networks(text)); ok {
+		if p, ok := enclosing(ipv4Networks(text)); ok {
 			got = p.String()
 		}
 		if got != want {

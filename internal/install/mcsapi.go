@@ -163,7 +163,7 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 		}
 		report(fmt.Sprintf("%s: %s %s", c, cluster.Describe(u), outcome))
 	}
-	return established(ctx, c, p.definitions)
+	return waitEstablished(ctx, c, p.definitions)
 }
 
 // nameServices makes CoreDNS answer for imported services. The definitions and the rights must

@@ -140,7 +140,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 			return netip.Prefix{}, "", c.Explain(source.what, err)
 		}
 		all := ipv4Networks(text)
-		p, ok := around(all)
+		p, ok := enclosing(all)
 		if !ok {
 			if source.own && len(all) > 0 { // the Pods may use only some of the pools now, and all of them later
 				several = append(several, all...)
@@ -191,9 +191,9 @@ func ipv4Networks(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the network that contains all the other given networks. It returns false if none
-// does.
-func around(all []netip.Prefix) (netip.Prefix, bool) {
+// enclosing returns the network that contains all the other given networks. It returns false if
+// none does.
+func enclosing(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
 	})
@@ -224,10 +224,10 @@ func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key str
 	return m.Data[key], kubeerr.IgnoreUnknown(err)
 }
 
-// read parses text as YAML into the variable that the pointer into points to. Then it returns the
-// result of get, or "" if the text cannot be parsed.
-func read(text string, err error, into any, get func() string) (string, error) {
-	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
+// read parses text as YAML into target, which is a pointer. Then it returns the result of get, or
+// "" if the text cannot be parsed.
+func read(text string, err error, target any, get func() string) (string, error) {
+	if err != nil || text == "" || yaml.Unmarshal([]byte(text), target) != nil {
 		return "", err
 	}
 	return get(), nil

@@ -17,9 +17,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// rolledOut waits until the applied components run. It reports the reason for waiting whenever
+// waitRolledOut waits until the applied components run. It reports the reason for waiting whenever
 // the reason changes. state describes the installation in the error when time has run out.
-func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o Options, state string) error {
+func waitRolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o Options, state string) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
 	defer cancel()
 	for _, u := range objects {

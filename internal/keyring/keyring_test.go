@@ -258,9 +258,9 @@ func (m *model) reads(t *testing.T, i int) {
 	m.gateways[i].ring = read(t, m.secret)
 }
 
-// writes makes the active gateway take the next step. If the gateway has not read the newest
+// writeStep makes the active gateway take the next step. If the gateway has not read the newest
 // Secret, the API server rejects the write.
-func (m *model) writes(t *testing.T) {
+func (m *model) writeStep(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {
 		g := &m.gateways[i]
@@ -281,8 +281,8 @@ func (m *model) writes(t *testing.T) {
 	}
 }
 
-// publishes makes the manager publish the current state. The peer reads it later, in moves.
-func (m *model) publishes(t *testing.T) {
+// publish makes the manager publish the current key. The peer reads it later, in movePeer.
+func (m *model) publish(t *testing.T) {
 	t.Helper()
 	if r := read(t, m.secret); r.Published {
 		m.published = r.Next
@@ -291,7 +291,7 @@ func (m *model) publishes(t *testing.T) {
 	}
 }
 
-func (m *model) moves() {
+func (m *model) movePeer() {
 	if m.peer != m.published {
 		m.peer, m.log = m.published, m.log+" move"
 	}
@@ -321,8 +321,8 @@ func (m *model) restart(t *testing.T) {
 	m.moved, m.log = m.now, m.log+" restart"
 }
 
-// answered fails the test if the active gateway does not respond to the key that the peer has.
-func (m *model) answered(t *testing.T) {
+// checkAnswered fails the test if the active gateway does not respond to the key that the peer has.
+func (m *model) checkAnswered(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {
 		if m.gateways[i].active && !m.gateways[i].answers(m.peer) {
@@ -337,13 +337,13 @@ func (m *model) settle(t *testing.T, first keyring.Ring) {
 	t.Helper()
 	for range 40 {
 		m.now = m.now.Add(time.Second)
-		m.writes(t)
+		m.writeStep(t)
 		m.reads(t, 0)
 		m.reads(t, 1)
-		m.answered(t)
-		m.publishes(t)
-		m.moves()
-		m.answered(t)
+		m.checkAnswered(t)
+		m.publish(t)
+		m.movePeer()
+		m.checkAnswered(t)
 	}
 	r := read(t, m.secret)
 	if r.Next != ([32]byte{}) || m.peer != r.Private || r.Gateways != first.Gateways {
@@ -371,17 +371,17 @@ func TestRotationsAlwaysConverge(t *testing.T) {
 			case 1, 2:
 				m.reads(t, event-1)
 			case 3, 4:
-				m.writes(t)
+				m.writeStep(t)
 			case 5:
-				m.publishes(t)
+				m.publish(t)
 			case 6:
-				m.moves()
+				m.movePeer()
 			case 7:
 				m.failover(t)
 			case 8:
 				m.restart(t)
 			}
-			m.answered(t)
+			m.checkAnswered(t)
 		}
 		m.settle(t, first)
 	}
@@ -402,23 +402,23 @@ func TestEveryStepOfARotationSurvivesEveryFault(t *testing.T) {
 		{"the next key is in the Secret", func(t *testing.T, m *model) { m.begin(t) }},
 		{"the standby responds to it", func(t *testing.T, m *model) { m.reads(t, 1) }},
 		{"the active gateway responds to it", func(t *testing.T, m *model) { m.reads(t, 0) }},
-		{"it is announced", func(t *testing.T, m *model) { m.writes(t) }},
+		{"it is announced", func(t *testing.T, m *model) { m.writeStep(t) }},
 		{"the gateways have read the announcement", func(t *testing.T, m *model) { m.reads(t, 0); m.reads(t, 1) }},
-		{"the manager has published it", func(t *testing.T, m *model) { m.publishes(t) }},
-		{"the peer uses it", func(_ *testing.T, m *model) { m.moves() }},
-		{"the gateway has seen the peer use it", func(t *testing.T, m *model) { m.writes(t) }},
+		{"the manager has published it", func(t *testing.T, m *model) { m.publish(t) }},
+		{"the peer uses it", func(_ *testing.T, m *model) { m.movePeer() }},
+		{"the gateway has seen the peer use it", func(t *testing.T, m *model) { m.writeStep(t) }},
 		{"all peers have used it for long enough", later(keyring.Settled)},
-		{"the next key is the current one", func(t *testing.T, m *model) { m.writes(t) }},
+		{"the next key is the current one", func(t *testing.T, m *model) { m.writeStep(t) }},
 		{"the active gateway has dropped the former key", func(t *testing.T, m *model) { m.reads(t, 0) }},
-		{"the manager publishes the current key", func(t *testing.T, m *model) { m.publishes(t) }},
+		{"the manager publishes the current key", func(t *testing.T, m *model) { m.publish(t) }},
 	}
 	faults := []event{
 		{"the active gateway restarts", func(t *testing.T, m *model) { m.restart(t) }},
 		{"the standby takes over", func(t *testing.T, m *model) { m.failover(t) }},
 		{"the standby takes over and hands back", func(t *testing.T, m *model) { m.failover(t); m.failover(t) }},
-		{"the manager restarts, and publishes what it reads", func(t *testing.T, m *model) { m.publishes(t) }},
+		{"the manager restarts, and publishes what it reads", func(t *testing.T, m *model) { m.publish(t) }},
 		{"the API server is unavailable for an hour", later(time.Hour)},
-		{"the active gateway repeats its write", func(t *testing.T, m *model) { m.writes(t); m.writes(t) }},
+		{"the active gateway repeats its write", func(t *testing.T, m *model) { m.writeStep(t); m.writeStep(t) }},
 		{"somebody runs rotate-key again", func(t *testing.T, m *model) { m.begin(t) }},
 	}
 	for n := range steps {
@@ -428,10 +428,10 @@ func TestEveryStepOfARotationSurvivesEveryFault(t *testing.T) {
 				first := read(t, m.secret)
 				for _, step := range steps[:n+1] {
 					step.do(t, m)
-					m.answered(t)
+					m.checkAnswered(t)
 				}
 				fault.do(t, m)
-				m.answered(t)
+				m.checkAnswered(t)
 				m.settle(t, first)
 			})
 		}

@@ -180,8 +180,8 @@ func (r *Reviewer) remember(k key, v decision) {
 	}
 }
 
-// keep adds a decision to decisions. If there are already limit decisions, it replaces the oldest
-// one.
+// keep adds a decision to decisions. If decisions already has limit elements, it replaces the
+// oldest one.
 func keep(decisions map[key]decision, k key, v decision, limit int) {
 	if _, exists := decisions[k]; !exists && len(decisions) >= limit {
 		var oldest key

@@ -87,8 +87,8 @@ func (w *world) token(account string) string {
 	return token.Status.Token
 }
 
-// reader permits an account to read metrics.
-func (w *world) reader(account string) {
+// allowMetrics permits an account to read metrics.
+func (w *world) allowMetrics(account string) {
 	w.t.Helper()
 	_, err := w.client.RbacV1().ClusterRoleBindings().Create(w.t.Context(), &rbacv1.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: account},
@@ -98,13 +98,13 @@ func (w *world) reader(account string) {
 	must(w.t, err)
 }
 
-// counted counts the TokenReviews that a Reviewer requests.
-type counted struct {
+// reviewCounter counts the TokenReviews that a Reviewer requests.
+type reviewCounter struct {
 	next  http.RoundTripper
 	count *atomic.Int64
 }
 
-func (c counted) RoundTrip(r *http.Request) (*http.Response, error) {
+func (c reviewCounter) RoundTrip(r *http.Request) (*http.Response, error) {
 	if strings.HasSuffix(r.URL.Path, "/tokenreviews") {
 		c.count.Add(1)
 	}
@@ -128,7 +128,7 @@ func (w *world) guard(token string) *guarded {
 	g := &guarded{t: w.t, now: time.Now()}
 	config := rest.AnonymousClientConfig(w.config)
 	config.BearerToken = token
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return counted{next, &g.reviews} })
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return reviewCounter{next, &g.reviews} })
 	r, err := New(config, slog.New(slog.NewTextHandler(&g.log, nil)))
 	must(w.t, err)
 	r.now = func() time.Time { g.mu.Lock(); defer g.mu.Unlock(); return g.now }
@@ -188,7 +188,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 		t.Errorf("log: %s", log)
 	}
 	w.install()
-	w.reader("scraper")
+	w.allowMetrics("scraper")
 	g.waitForCode(scraper, http.StatusOK)
 
 	for _, tc := range []struct {
@@ -221,7 +221,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 	if more := g.reviews.Load() - before; more != 0 {
 		t.Errorf("asked %d times more for what is known", more)
 	}
-	w.reader("stranger")
+	w.allowMetrics("stranger")
 	must(t, w.client.RbacV1().ClusterRoleBindings().Delete(t.Context(), "scraper", metav1.DeleteOptions{}))
 	g.waitForCode(stranger, http.StatusOK)
 	g.waitForCode(scraper, http.StatusForbidden)
@@ -232,7 +232,7 @@ func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
 	w.install()
 	g := w.guard(w.token(deploy.RouteAgentServiceAccount))
 	scraper := "Bearer " + w.token("scraper")
-	w.reader("scraper")
+	w.allowMetrics("scraper")
 	g.waitForCode(scraper, http.StatusOK)
 
 	flood := func() (refused, tooMany int64) {
@@ -276,7 +276,7 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	w.install()
 	g := w.guard(w.token(deploy.ManagerServiceAccount))
 	scraper := "Bearer " + w.token("scraper")
-	w.reader("scraper")
+	w.allowMetrics("scraper")
 	g.waitForCode(scraper, http.StatusOK)
 	must(t, w.server.Freeze())
 	if code, _ := g.request(scraper); code != http.StatusOK {

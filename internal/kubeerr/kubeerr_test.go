@@ -80,7 +80,7 @@ func TestBrokenWatchIsExplained(t *testing.T) {
 		t.Cleanup(s.Close)
 		config := &rest.Config{Host: s.URL}
 		if tc.lost {
-			config.Wrap(func(next http.RoundTripper) http.RoundTripper { return breaks{next} })
+			config.Wrap(func(next http.RoundTripper) http.RoundTripper { return breakingTransport{next} })
 		}
 		pods, err := kubernetes.NewForConfig(config)
 		if err != nil {
@@ -105,10 +105,11 @@ func TestBrokenWatchIsExplained(t *testing.T) {
 	}
 }
 
-// breaks is a transport whose responses end like those of HTTP/2 when pings are not answered.
-type breaks struct{ next http.RoundTripper }
+// breakingTransport is a transport whose responses end like those of HTTP/2 when pings are not
+// answered.
+type breakingTransport struct{ next http.RoundTripper }
 
-func (b breaks) RoundTrip(r *http.Request) (*http.Response, error) {
+func (b breakingTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	answer, err := b.next.RoundTrip(r)
 	if err == nil {
 		answer.Body.Close()

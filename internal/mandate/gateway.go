@@ -278,7 +278,9 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	}
 	v := &g.votes[i]
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Ended && (a.Granted || a.Incarnation != v.incarnation)) {
-		return // the answer is older than the last one, or a copy of it. A final answer to the same ask counts, and so does a refusal by the same incarnation.
+		// Ignore answers to earlier asks, and repeated answers to the last ask. Two further answers
+		// to the last ask count: a final one, and a refusal by the same incarnation.
+		return
 	}
 	if a.Incarnation != v.incarnation { // another voter runs on that node now, so the final answer of the previous voter no longer extends the time for which the vote counts
 		v.until = min(v.until, a.Sent+g.timing.Mandate)

@@ -177,8 +177,8 @@ func (p *pair) meet(now Time) {
 	p.g.Receive(answer, now)
 }
 
-// asks returns the gateway's ask and the voter's answer to it. The caller delivers the answer.
-func (p *pair) asks(now Time) (Ask, Answer) {
+// exchange returns the gateway's ask and the voter's answer to it. The caller delivers the answer.
+func (p *pair) exchange(now Time) (Ask, Answer) {
 	p.t.Helper()
 	a := p.g.Tick(now, true, false)["1"]
 	answer := p.v.Receive(a, now)
@@ -195,7 +195,7 @@ func (p *pair) isFree(now Time) bool {
 func TestFinalAnswerAppliesUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
-	_, answer := p.asks(1 * time.Second)
+	_, answer := p.exchange(1 * time.Second)
 	p.g.Receive(answer, 1*time.Second)
 	promise, final, ok := p.v.End(1100 * time.Millisecond)
 	if !ok {
@@ -206,14 +206,14 @@ func TestFinalAnswerAppliesUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 		t.Errorf("the final answer counts until %v", got)
 	}
 	p.v = NewVoter("1", Usual, 2, &promise, 2*time.Second)
-	_, lost := p.asks(3 * time.Second)
+	_, lost := p.exchange(3 * time.Second)
 	if p.isFree(5 * time.Second) {
 		t.Error("an ask that names the voter before ends the final answer")
 	}
 	if p.g.Receive(lost, 3100*time.Millisecond); p.g.Until() != 3*time.Second+Usual.Mandate {
 		t.Errorf("the ordinary vote counts until %v", p.g.Until())
 	}
-	_, answer = p.asks(3200 * time.Millisecond)
+	_, answer = p.exchange(3200 * time.Millisecond)
 	p.g.Receive(answer, 3200*time.Millisecond)
 	if p.g.Receive(final, 3300*time.Millisecond); p.g.Until() != 3200*time.Millisecond+Usual.Mandate {
 		t.Errorf("a late final answer counts until %v", p.g.Until())
@@ -231,7 +231,7 @@ func TestReleaseByAnEarlierGatewayProcessIsIgnored(t *testing.T) {
 	p.g = NewGateway("a", Usual, 2, list(0, 0))
 	p.meet(now - 1)
 	p.g.Claim(now)
-	_, answer := p.asks(now)
+	_, answer := p.exchange(now)
 	p.g.Receive(answer, now)
 	p.v.Receive(late, now)
 	if !p.g.Holds(now) || p.isFree(now) {
@@ -486,7 +486,7 @@ func TestVoterListOfAnotherGatewayEndsTheMandate(t *testing.T) {
 	} {
 		p, now := newPair(t), time.Second
 		p.g.Claim(now)
-		_, answer := p.asks(now)
+		_, answer := p.exchange(now)
 		p.g.Receive(answer, now)
 		if tc.proposes.Voters != nil && !p.g.Propose(tc.proposes, now) {
 			t.Fatal("no proposal")

@@ -50,7 +50,7 @@ type world struct {
 	amnesia bool // nodes may lose their promises
 }
 
-// A bug breaks one rule by its functions. Each may be nil.
+// A bug is a set of functions that make gateways or voters break one rule. Each may be nil.
 type bug struct {
 	rule     string
 	large    bool   // finding the bug takes long
@@ -455,7 +455,7 @@ func (w *world) violation() string {
 	return ""
 }
 
-// futures returns the keys of all different worlds that may follow.
+// futures returns the keys of all different worlds that may follow in one step.
 func (w *world) futures() map[string]bool {
 	all := make(map[string]bool)
 	w.next(func(n *world) {

@@ -85,8 +85,8 @@ type Voter struct {
 	incarnation    uint64
 	promise        Promise
 	empty          bool // there is no promise; until inheritedBound, vote only for a gateway with a mandate
-	bound          Time // until this time, no other gateway gets the vote
-	inheritedBound Time // until this time, no other gateway gets the vote unless the holder knows this incarnation; 0: does not apply
+	bound          Time // until this time, only the holder of the promise gets the vote
+	inheritedBound Time // like bound, because an earlier voter on this node may have voted; 0: none. A vote or a release clears it.
 	released       bool // the holder has released the epoch of the promise
 	last           Ask  // the ask that last got the vote; zero: none since the start
 }

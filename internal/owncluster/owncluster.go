@@ -47,7 +47,7 @@ const (
 // ErrUnknown is returned when the API server has answered, but there is no identity.
 var ErrUnknown = errors.New("the identity of this cluster is unknown")
 
-// Identify returns the identity of this cluster. Fields that configured leaves empty come from the
+// Identify returns the identity of this cluster. Empty fields of configured are read from the
 // ConfigMap in the namespace of the installation. If the ConfigMap has no ID either, the ID is the
 // UID of the namespace kube-system, which exists as long as the cluster. The name may stay empty.
 func Identify(ctx context.Context, reader client.Reader, namespace string, configured v1alpha1.ClusterIdentity) (id v1alpha1.ClusterIdentity, err error) {

@@ -13,18 +13,18 @@ import (
 
 const maxWidth = 100
 
-// generated are the pages that are generated. Their words come from their sources, and their
-// lines are not wrapped.
-var generated = []string{
+// generatedPages are pages that programs write. Their words come from the programs' sources, and
+// their lines are not wrapped.
+var generatedPages = []string{
 	"docs/attacks.md", "docs/cli.md", "docs/cni.md", "docs/conditions.md", "docs/faults.md", "docs/faults-services.md",
 	"docs/faults-votes.md", "docs/gateway.yaml.md", "docs/matrix.md", "docs/mcs-conformance.md", "docs/metrics.md",
 	"benchmarks/agents/after.md", "benchmarks/scale/growth.md", "benchmarks/cluster.md", "benchmarks/compare.md", "benchmarks/ladder.md",
 	"benchmarks/manager/after.md", "benchmarks/peers/after.md",
 }
 
-// unwanted are words of this project's former private vocabulary, by the standard terms that
+// unwantedWords are words of this project's former private vocabulary, by the standard terms that
 // replace them.
-var unwanted = map[string]*regexp.Regexp{
+var unwantedWords = map[string]*regexp.Regexp{
 	"IPAM state":                   regexp.MustCompile(`(?i)\b(the|IPAM's) books\b`),
 	"allocate, allocation":         regexp.MustCompile(`(?i)\b(is|are|was|were|be) granted (a |the )?networks?\b|\ba grant\b`),
 	"revision, generation":         regexp.MustCompile(`(?i)\beditions?\b`),
@@ -86,7 +86,7 @@ func withTables(text string) string { return strings.ReplaceAll(text, "\n|", "\n
 
 func TestLinesOfPagesHaveAtMostAHundredColumns(t *testing.T) {
 	for name, text := range pages(t) {
-		if slices.Contains(generated, name) {
+		if slices.Contains(generatedPages, name) {
 			continue
 		}
 		prose(text, func(number int, line string) {
@@ -99,12 +99,12 @@ func TestLinesOfPagesHaveAtMostAHundredColumns(t *testing.T) {
 
 func TestPagesUseStandardTerms(t *testing.T) {
 	for name, text := range pages(t) {
-		if slices.Contains(generated, name) {
+		if slices.Contains(generatedPages, name) {
 			continue
 		}
 		text, _, _ = strings.Cut(text, "| do not write |") // without the glossary
 		prose(withTables(text), func(number int, line string) {
-			for instead, word := range unwanted {
+			for instead, word := range unwantedWords {
 				if found := word.FindString(line); found != "" {
 					t.Errorf("%s:%d: %q: write %s", name, number, found, instead)
 				}
@@ -133,7 +133,7 @@ func TestReadmeAndDecisionsAreShort(t *testing.T) {
 // decision by its title.
 func TestListsOfPagesAreUpToDate(t *testing.T) {
 	all := pages(t)
-	for _, name := range generated {
+	for _, name := range generatedPages {
 		if _, ok := all[name]; !ok {
 			t.Errorf("%s does not exist any more", name)
 		}

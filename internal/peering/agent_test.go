@@ -99,8 +99,8 @@ func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 		"its own gone":                   {err: agent.Delete(t.Context(), mine.DeepCopy())},
 		"another one's read":             {err: agent.Get(t.Context(), client.ObjectKeyFromObject(theirs), &isthmus.NodeNetworks{})},
 		"in another namespace":           {err: agent.Create(t.Context(), report(node, func(r *isthmus.NodeNetworks) { r.Namespace = "default" }), client.DryRunAll)},
-		"too many networks":              {err: patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 513)+`]}}`), invalid: true},
-		"too many servers":               {err: patch(agent, mine, `{"spec":{"resolvers":[`+several(`"192.0.2.53"`, 17)+`]}}`), invalid: true},
+		"too many networks":              {err: patch(agent, mine, `{"spec":{"networks":[`+repeated(`"10.0.0.0/8"`, 513)+`]}}`), invalid: true},
+		"too many servers":               {err: patch(agent, mine, `{"spec":{"resolvers":[`+repeated(`"192.0.2.53"`, 17)+`]}}`), invalid: true},
 		"a network that is none":         {err: patch(agent, mine, `{"spec":{"networks":["everything"]}}`), invalid: true},
 		"a network with host bits":       {err: patch(agent, mine, `{"spec":{"networks":["192.0.2.7/25"]}}`), invalid: true},
 		"a server that is no IP address": {err: patch(agent, mine, `{"spec":{"resolvers":["dns.example.com"]}}`), invalid: true},
@@ -109,7 +109,7 @@ func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 			t.Errorf("%s: %v", name, try.err)
 		}
 	}
-	must(t, patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 512)+`]}}`))
+	must(t, patch(agent, mine, `{"spec":{"networks":[`+repeated(`"10.0.0.0/8"`, 512)+`]}}`))
 }
 
 // An attacker with the token of an agent or a gateway cannot report anything in the name of another
@@ -152,5 +152,7 @@ func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 	}
 }
 
-// several returns n copies of what, separated by commas, for use in a JSON list.
-func several(what string, n int) string { return strings.TrimSuffix(strings.Repeat(what+",", n), ",") }
+// repeated returns n copies of element, separated by commas, for use in a JSON list.
+func repeated(element string, n int) string {
+	return strings.TrimSuffix(strings.Repeat(element+",", n), ",")
+}

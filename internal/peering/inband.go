@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// checkPath returns an error if the peer's manager cannot reach the API server of s. In-band, every
-// API server is reachable through the tunnel. The peer's manager then verifies it by the
-// certificates that the Pods of the API server's cluster use.
+// checkPath returns an error if the peer's manager cannot reach the API server of s. A manager that
+// uses the tunnel (in-band) always can. If the manager of s uses the tunnel, checkPath also reads
+// inBandCA, with which that manager verifies the peer's API server.
 func (s *side) checkPath(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error

@@ -32,8 +32,8 @@ func peerDown(t *testing.T, p *clustertest.Pair) error {
 	return Unpeer(t.Context(), p.A, p.B, UnpeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 }
 
-// everything returns the UID and resourceVersion of each object of a peering, on both sides.
-func everything(t *testing.T, p *clustertest.Pair) map[string]string {
+// objectVersions returns the UID and resourceVersion of each object of a peering, on both sides.
+func objectVersions(t *testing.T, p *clustertest.Pair) map[string]string {
 	t.Helper()
 	all := map[string]string{}
 	for _, c := range []*cluster.Cluster{p.A, p.B} {

@@ -37,7 +37,7 @@ func TestPeerReportsEachStepAndIsIdempotent(t *testing.T) {
 		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
 		"story-b: connected to story-a, 700µs", "story-a and story-b are peered, after ")
 
-	before := everything(t, p)
+	before := objectVersions(t, p)
 	if len(before) != 18 {
 		t.Errorf("want 9 objects on each side: %v", before)
 	}
@@ -48,7 +48,7 @@ story-a and story-b are peered already, nothing changed`
 	if reported := p.Reported(); reported != again {
 		t.Errorf("the second time it says\n%s", reported)
 	}
-	if changed := diff(before, everything(t, p)); changed != nil {
+	if changed := diff(before, objectVersions(t, p)); changed != nil {
 		t.Errorf("the second time it changed %v", changed)
 	}
 }
@@ -105,7 +105,7 @@ func TestPeerCommandRepairsABrokenPeering(t *testing.T) {
 				client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`)))
 		}, "repair-a: repair-b may renew its token for https://", []string{"repair-a: *v1.Namespace " + inA}},
 	} {
-		before := everything(t, p)
+		before := objectVersions(t, p)
 		must(t, tc.breakIt())
 		if err := peerUp(t, p); err != nil {
 			t.Errorf("%s: %v", tc.name, err)
@@ -114,7 +114,7 @@ func TestPeerCommandRepairsABrokenPeering(t *testing.T) {
 		if !strings.Contains(reported, tc.problem) {
 			t.Errorf("%s: no %q in\n%s", tc.name, tc.problem, reported)
 		}
-		after := everything(t, p)
+		after := objectVersions(t, p)
 		var changed []string
 		for _, k := range diff(before, after) {
 			if !strings.Contains(k, "Peering") { // the status of a Peering may have changed and changed back

@@ -52,13 +52,13 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	m.Renew(t)
 	go m.Run(t.Context())
 
-	before := everything(t, p)
+	before := objectVersions(t, p)
 	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
 	clustertest.Contains(t, err.Error(), "pin-a: context c is a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
-	if changed := diff(before, everything(t, p)); changed != nil || p.Reported() != "" {
+	if changed := diff(before, objectVersions(t, p)); changed != nil || p.Reported() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
 	must(t, mayList())

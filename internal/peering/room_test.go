@@ -87,8 +87,8 @@ func TestAPeerMayWriteOnlyItsOwnBoundedObject(t *testing.T) {
 		{"9 annotations", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(9, "a%d", "") }, "at most 8 annotations"},
 		{"a long annotation", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(1, "a%d", strings.Repeat("v", 513)) }, "at most 8 annotations"},
 		{"a long name of an annotation", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(1, strings.Repeat("p", 120)+"/1234567%d", "") }, "at most 8 annotations"},
-		{"managed fields that are not there", func(nc *v1alpha1.NetworkConfig) { nc.ManagedFields = managed(1, strings.Repeat("x", 1<<20)) }, "managedFields must have at most"},
-		{"many of them", func(nc *v1alpha1.NetworkConfig) { nc.ManagedFields = managed(2000, "x") }, "managedFields must have at most"},
+		{"managed fields that are not there", func(nc *v1alpha1.NetworkConfig) { nc.ManagedFields = managedFields(1, strings.Repeat("x", 1<<20)) }, "managedFields must have at most"},
+		{"many of them", func(nc *v1alpha1.NetworkConfig) { nc.ManagedFields = managedFields(2000, "x") }, "managedFields must have at most"},
 		{"a great value", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["x"] = strings.Repeat("v", 1025) }, "Too long"},
 		{"a great key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[strings.Repeat("k", 64)] = "" }, "keys must have 1 to 63 characters"},
 	} {
@@ -149,7 +149,7 @@ func TestAPeerMayWriteOnlyItsOwnBoundedObject(t *testing.T) {
 	owner := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: mine.Namespace, Name: "owner"}} // without an owner that exists, the garbage collector would delete the object
 	must(t, p.A.Client.Create(t.Context(), owner))
 	mine.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: owner.Name, UID: owner.UID}}
-	mine.ManagedFields = append(mine.ManagedFields, managed(2000, "x")...)
+	mine.ManagedFields = append(mine.ManagedFields, managedFields(2000, "x")...)
 	must(t, p.A.Client.Update(t.Context(), mine))
 	must(t, peer.Get(t.Context(), key, mine))
 	mine.Spec.EndpointIP = "192.0.2.77"
@@ -165,13 +165,13 @@ func TestAPeerMayWriteOnlyItsOwnBoundedObject(t *testing.T) {
 		"an owner less":              func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences = nil },
 		"another owner":              func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences[0].UID = "y" },
 		"more managed fields": func(nc *v1alpha1.NetworkConfig) {
-			more := managed(200, "y")
+			more := managedFields(200, "y")
 			more[0].Manager = "y"
 			nc.ManagedFields = append(nc.ManagedFields, more...)
 		},
 		"more in the same": func(nc *v1alpha1.NetworkConfig) {
 			i := slices.IndexFunc(nc.ManagedFields, func(m metav1.ManagedFieldsEntry) bool { return m.Manager == "x" })
-			nc.ManagedFields[i] = managed(2000, "y")[0]
+			nc.ManagedFields[i] = managedFields(2000, "y")[0]
 		},
 	} {
 		nc := mine.DeepCopy()
@@ -182,8 +182,8 @@ func TestAPeerMayWriteOnlyItsOwnBoundedObject(t *testing.T) {
 	}
 }
 
-// managed returns an entry that claims to manage n fields.
-func managed(n int, name string) []metav1.ManagedFieldsEntry {
+// managedFields returns an entry that claims to manage n fields.
+func managedFields(n int, name string) []metav1.ManagedFieldsEntry {
 	fields := make([]string, n)
 	for i := range fields {
 		fields[i] = fmt.Sprintf("%q:{}", fmt.Sprintf("f:%s%d", name, i))

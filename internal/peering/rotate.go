@@ -71,10 +71,10 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 		o.Report(fmt.Sprintf("the key is replaced: %s; peers are out of reach until they have the new key; a gateway accepts the old key until it reads the new one from the API server", shortKey(ring.Private)))
 		return nil
 	}
-	began := ring
+	startRing := ring
 	reported := ""
 	for until := time.Now().Add(o.Wait); ; {
-		text, over, err := rotation(ctx, c, began, ring, now)
+		text, over, err := rotation(ctx, c, startRing, ring, now)
 		if err != nil {
 			return err
 		}
@@ -131,13 +131,13 @@ func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secre
 	return nil
 }
 
-// rotation returns the progress of a rotation. began is the ring at its start, and ring the
-// current one.
-func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
-	if ring.Private == began.Next {
+// rotation returns the progress of a rotation. startRing is the ring at its start, and ring is the
+// current ring.
+func rotation(ctx context.Context, c *cluster.Cluster, startRing, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
+	if ring.Private == startRing.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
 	}
-	if ring.Next != began.Next {
+	if ring.Next != startRing.Next {
 		return "another new key has replaced the one of this rotation", true, nil
 	}
 	since := ""

@@ -25,7 +25,7 @@ type UnpeerOptions struct {
 	// Report is called with a line for each change and for each reason to wait.
 	Report func(line string)
 
-	Uninstalls bool // for `isthmus uninstall`, which cleans the nodes afterwards
+	Uninstalls bool // the caller is `isthmus uninstall`, which cleans the nodes after Unpeer
 }
 
 // Unpeer separates two clusters, or one from its peer if remote is nil. It revokes the peer's

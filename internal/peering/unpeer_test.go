@@ -30,7 +30,7 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	t.Log("\n" + reported)
 	clustertest.Contains(t, reported, "part-a: Peering part-b-", "part-b: the manager's objects are gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
 		"is gone", "part-a and part-b are no longer peered")
-	if left := everything(t, p); len(left) != 0 {
+	if left := objectVersions(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 	must(t, peerDown(t, p))
@@ -82,7 +82,7 @@ func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
 	must(t, peer.Delete(t.Context(), copied))
 	p.Managers[0].Keep("")
 	must(t, peerDown(t, p))
-	if left := everything(t, p); len(left) != 0 {
+	if left := objectVersions(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
@@ -101,7 +101,7 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	}
 	// The other side is torn down later, alone, by the name of its Peering.
 	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: clustertest.Patient, Report: p.Report}))
-	if left := everything(t, p); len(left) != 0 {
+	if left := objectVersions(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
@@ -229,7 +229,7 @@ func TestUnpeerKeepsAForeignNamespace(t *testing.T) {
 	p.Reported()
 	must(t, peerDown(t, p))
 	clustertest.Contains(t, p.Reported(), "own-a: rights and identity removed; namespace "+name+" stays, because `isthmus peer` did not create it")
-	if left := everything(t, p); len(left) != 1 {
+	if left := objectVersions(t, p); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}
 	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Namespace: name, Name: "theirs"}, &corev1.Secret{}))

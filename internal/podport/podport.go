@@ -22,8 +22,8 @@ import (
 // protocol is the protocol of kubectl port-forward.
 const protocol = "portforward.k8s.io"
 
-// Client returns a client whose connections all go to the given port of the Pod, whatever the URL
-// is. It needs the right to create pods/portforward.
+// Client returns a client whose connections all go to the given port of the Pod, regardless of the
+// URL. It needs the right to create pods/portforward.
 func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Client, error) {
 	dialer, err := dialerTo(config, namespace, pod)
 	if err != nil {

@@ -58,7 +58,7 @@ const label = "isthmus-psk-v1"
 // Fields are the values that a side publishes in backend_config for the other side.
 type Fields map[string]string
 
-// FieldsIn returns the Fields in values, which may have others.
+// FieldsIn returns the Fields in values. It ignores values with other names.
 func FieldsIn(values map[string]string) Fields {
 	w := make(Fields)
 	for _, name := range []string{fieldFirst, fieldSecond, fieldFor, fieldUse, fieldTag} {
@@ -279,7 +279,7 @@ func (s State) readAnswer(received Fields, context []byte) (State, Progress, err
 	}
 	shared, err := key.Decapsulate(answer)
 	if err != nil {
-		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // fails only for an answer of another length
+		return s, "", fmt.Errorf("ML-KEM answer: %w", err) // fails only for an answer of the wrong length
 	}
 	d := derive(shared, s.Message, answer, context)
 	theirs := d.tag("answer", use)
@@ -326,9 +326,9 @@ func (s State) readKey(received Fields, context []byte) (State, Progress, error)
 	return s, Agreed, nil
 }
 
-// withKeysOf returns s with the keys of old that are in use, for a new exchange.
-func (s State) withKeysOf(old State) State {
-	s.Use, s.Previous, s.Sure = old.Use, old.Previous, old.Sure
+// withKeysOf returns s, the State of a new exchange, with the keys that source uses.
+func (s State) withKeysOf(source State) State {
+	s.Use, s.Previous, s.Sure = source.Use, source.Previous, source.Sure
 	return s
 }
 

@@ -114,9 +114,8 @@ func TestAKeyIsUsedOnlyAfterThePeerConfirmsIt(t *testing.T) {
 	}
 }
 
-// Whatever is changed in a publication, its reader gets no new key, reports the right reason,
-// and keeps the previous key. Once the unchanged publication returns, the sides agree on a new
-// key.
+// The reader of a changed publication gets no new key, reports the right reason, and keeps the
+// previous key. Once the unchanged publication returns, the sides agree on a new key.
 func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	flip := func(name string) func(w, _, _ postquantum.Fields) {
 		return func(w, _, _ postquantum.Fields) {

@@ -111,7 +111,7 @@ func kubelets(ctx context.Context, c *cluster.Cluster, away func(node string) bo
 }
 
 // After `isthmus install` and `isthmus uninstall`, the list of objects is the same as before,
-// whatever was deleted first.
+// regardless of which object was deleted first.
 func TestUninstallLeavesNothing(t *testing.T) {
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "u", Controllers: true})
 	must(t, err)

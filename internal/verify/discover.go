@@ -56,8 +56,8 @@ func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err 
 	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", local, peer, ErrNotPeered)
 }
 
-// seen returns the address at which a pod of the other cluster is reached here.
-func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
+// localAddr returns the address at which a pod of the other cluster is reached here.
+func (a agreed) localAddr(pod netip.Addr) (netip.Addr, error) {
 	seen, ok := a.pods.Map(pod)
 	if !ok {
 		return seen, fmt.Errorf("its address %v is outside the PodCIDR of its cluster, %v", pod, a.pods.From)
@@ -155,7 +155,7 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 			if p.Port == nil || p.Protocol != nil && *p.Protocol != corev1.ProtocolTCP {
 				continue
 			}
-			port := uint16(*p.Port) //nolint:gosec // the API server takes no other
+			port := uint16(*p.Port) //nolint:gosec // the API server accepts no other value
 			home := ""              // own address of one of the endpoints
 			for _, e := range s.Endpoints {
 				for _, text := range e.Addresses {
@@ -172,7 +172,7 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 			for _, servicePort := range service.Spec.Ports {
 				if home != "" && p.Name != nil && servicePort.Name == *p.Name && servicePort.Protocol == corev1.ProtocolTCP {
 					if service.Spec.ClusterIP != corev1.ClusterIPNone {
-						port = uint16(servicePort.Port) //nolint:gosec // the API server takes no other
+						port = uint16(servicePort.Port) //nolint:gosec // the API server accepts no other value
 					}
 					all = append(all, Target{Host: net.JoinHostPort(service.Name+"."+service.Namespace+".svc", strconv.Itoa(int(port))), What: "Service " + name, Own: home})
 				}
@@ -198,12 +198,12 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 		if name == "" || first < 0 {
 			continue
 		}
-		behind := uint16(*s.Ports[first].Port) //nolint:gosec // the API server takes no other
+		behind := uint16(*s.Ports[first].Port) //nolint:gosec // the API server accepts no other value
 		port := behind
 		for _, service := range services { // a headless Service is not in services
 			for _, p := range service.Spec.Ports {
 				if service.Namespace == s.Namespace && service.Name == s.Labels[discoveryv1.LabelServiceName] && p.Name == *s.Ports[first].Name {
-					port = uint16(p.Port) //nolint:gosec // the API server takes no other
+					port = uint16(p.Port) //nolint:gosec // the API server accepts no other value
 				}
 			}
 		}

@@ -92,7 +92,7 @@ func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 	}
 	pods := natengine.Remap{From: netip.MustParsePrefix("10.248.0.0/16"), To: netip.MustParsePrefix("10.244.0.0/16")}
 	all := []discoveryv1.EndpointSlice{
-		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // another exporter's endpoint
+		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // the last slice is of another exporter
 		slice("db", "derived-2", true, "10.248.1.7"), // a headless Service
 		slice("sick", "derived-3", false, "10.248.1.6"), slice("theirs", "derived-4", true, "10.250.1.2"),
 	}
@@ -132,7 +132,7 @@ func TestTargetsThatFailInTheirOwnClusterAreNotCounted(t *testing.T) {
 		text, err := json.Marshal(answers)
 		return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(text)), Request: r}, err
 	}
-	sites, _ := between(fine, home)
+	sites, _ := twoSites(healthyPod, home)
 	from, lost := sites[0].pods[0].End, Answer{Error: "no answer within 3s"}
 	results := []Result{
 		{Check: Check{From: from, Target: "10.249.0.7", Protocol: ICMP, own: "172.30.3.3"}, Answer: lost},

@@ -17,9 +17,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// idle is how long the container in a given Pod waits for a request before it ends. Such a
+// idleTimeout is how long the container in a given Pod waits for a request before it ends. Such a
 // container cannot be deleted and cannot have a deadline.
-const idle = 10 * time.Minute
+const idleTimeout = 10 * time.Minute
 
 // CheckPods returns an error for names that are not NAMESPACE/NAME, and for duplicates.
 func CheckPods(given []string) error {
@@ -83,7 +83,7 @@ func (s *site) join(ctx context.Context, key client.ObjectKey) error {
 func (s *site) guest(m *member) corev1.EphemeralContainer {
 	no, yes, nobody := false, true, int64(65532)
 	return corev1.EphemeralContainer{EphemeralContainerCommon: corev1.EphemeralContainerCommon{
-		Name: m.container, Image: s.image, Args: append(s.args(m.Network), "--idle="+idle.String()),
+		Name: m.container, Image: s.image, Args: append(s.args(m.Network), "--idle="+idleTimeout.String()),
 		SecurityContext: &corev1.SecurityContext{
 			RunAsUser: &nobody, RunAsNonRoot: &yes, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes,
 			Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
@@ -94,14 +94,14 @@ func (s *site) guest(m *member) corev1.EphemeralContainer {
 
 // part ends the added containers, and waits until they have ended.
 func (s *site) part(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaningTime)
 	defer cancel()
 	var group sync.WaitGroup
 	errs := make([]error, len(s.pods))
 	for i, m := range s.pods {
 		group.Go(func() {
 			if err := m.end(ctx, s.Client); err != nil {
-				errs[i] = fmt.Errorf("%s: container %s in Pod %s: %w; the container ends by itself after %v", s, m.container, m.Pod, err, idle)
+				errs[i] = fmt.Errorf("%s: container %s in Pod %s: %w; the container ends by itself after %v", s, m.container, m.Pod, err, idleTimeout)
 			}
 		})
 	}

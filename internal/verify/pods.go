@@ -34,10 +34,10 @@ const (
 	echoPort = 7468
 	// lifetime ends Pods that remain because this program was killed.
 	lifetime = 24 * time.Hour
-	// start is the time that Pods may take to run. The image may have to be pulled.
-	start = 3 * time.Minute
-	// cleaning is the time that deleting the Pods may take.
-	cleaning = 30 * time.Second
+	// startTime is the time that Pods may take to run. The image may have to be pulled.
+	startTime = 3 * time.Minute
+	// cleaningTime is the time that deleting the Pods may take.
+	cleaningTime = 30 * time.Second
 )
 
 // A site is one cluster with the Pods of this run in it.
@@ -89,7 +89,7 @@ func (s *site) make(ctx context.Context) error {
 func (s *site) waitForAll(ctx context.Context) error {
 	var group sync.WaitGroup
 	errs := make([]error, len(s.pods))
-	ctx, cancel := context.WithTimeout(ctx, start)
+	ctx, cancel := context.WithTimeout(ctx, startTime)
 	defer cancel()
 	for i, m := range s.pods {
 		group.Go(func() { errs[i] = s.wait(ctx, m) })
@@ -221,7 +221,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 		err = waitError(ctx, last)
 	}
 	if err == nil && m.Network == podNetwork {
-		m.Seen, err = s.networks.seen(m.Addr)
+		m.Seen, err = s.networks.localAddr(m.Addr)
 	}
 	if err != nil {
 		return fmt.Errorf("%s: Pod %s on node %s: %w", s, m.name, m.Node, err)
@@ -304,7 +304,7 @@ func (s *site) remove(ctx context.Context) error {
 	if len(s.given) > 0 {
 		return s.part(ctx)
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaningTime)
 	defer cancel()
 	var left corev1.PodList
 	var err error
@@ -329,7 +329,7 @@ func (s *site) remove(ctx context.Context) error {
 		return mine == 0, nil
 	})
 	if err == nil && ctx.Err() != nil {
-		err = fmt.Errorf("they have not ended within %v", cleaning)
+		err = fmt.Errorf("they have not ended within %v", cleaningTime)
 	}
 	if err != nil {
 		return fmt.Errorf("%s: Pods with the label %s=%s in namespace %s are left: %w", s, label, s.run, s.Namespace, err)

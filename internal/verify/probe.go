@@ -26,8 +26,8 @@ const (
 	// maxSize is the maximum payload in octets. maxRequests is the maximum number of requests
 	// that a Pod accepts at once.
 	maxSize, maxRequests = 16 << 20, 1000
-	// senders is the number of requests that a Pod handles concurrently.
-	senders = 8
+	// maxSenders is the number of requests that a Pod handles concurrently.
+	maxSenders = 8
 	// attempt is how long an attempt may take without receiving an octet, and attempts is the
 	// number of attempts. A transfer that makes progress may take longer, up to maxTransferTime.
 	attempt, attempts = 3 * time.Second, 3
@@ -247,7 +247,7 @@ func run(w http.ResponseWriter, r *http.Request) {
 	}
 	answers := make([]Answer, len(requests))
 	var group sync.WaitGroup
-	slots := make(chan struct{}, senders)
+	slots := make(chan struct{}, maxSenders)
 	for i := range requests {
 		slots <- struct{}{}
 		group.Go(func() {

@@ -44,7 +44,7 @@ type Loss struct {
 	Lost     int       `json:"lost"`
 	Last     time.Time `json:"last,omitzero"` // when a packet was last lost; zero: never
 	Why      string    `json:"why,omitempty"` // reason of the last loss
-	NotAsked int       `json:"notAsked"`      // checks without a result; see Result.Unknown
+	NotAsked int       `json:"notAsked"`      // number of checks without a result; see Result.Unknown
 	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
@@ -100,8 +100,8 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	return report, verify(ctx, sites, found, o, report)
 }
 
-// verify performs the checks that o selects, and those of the targets found in each other's
-// cluster.
+// verify performs the checks that o selects. The Pods of sites[i] also check the targets found[i],
+// which are in the other cluster.
 func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, report *Report) error {
 	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
 	if o.Continuous != nil {
@@ -234,10 +234,10 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	return results
 }
 
-// patience returns the maximum time that a Pod takes for requests, even if none is answered,
-// with a margin for the connection to the Pod. Large transfers may be slow, too.
+// patience returns the maximum time that a Pod takes for requests, even if none is answered, with a
+// margin for the connection to the Pod. Large transfers get more time.
 func patience(requests []Request, once bool) time.Duration {
-	rounds := (len(requests) + senders - 1) / senders
+	rounds := (len(requests) + maxSenders - 1) / maxSenders
 	if once {
 		return time.Duration(rounds)*attempt + 5*time.Second
 	}
@@ -247,7 +247,7 @@ func patience(requests []Request, once bool) time.Duration {
 			transfers++
 		}
 	}
-	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(maxTransferTime-attempt)/senders + maxTransferTime
+	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(maxTransferTime-attempt)/maxSenders + maxTransferTime
 }
 
 func (c Check) request() Request {
@@ -304,13 +304,13 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, report func([]Lo
 		// A Pod that only answers must get requests, too, or it would end as idle.
 		if _, sends := senders[m]; !sends {
 			group.Go(func() {
-				every(ctx, idle/10, func() { _ = m.request(ctx, http.MethodGet, "/ready", nil, nil) })
+				runPeriodically(ctx, idleTimeout/10, func() { _ = m.request(ctx, http.MethodGet, "/ready", nil, nil) })
 			})
 		}
 	}
 	for m, mine := range senders {
 		group.Go(func() {
-			every(ctx, time.Second, func() {
+			runPeriodically(ctx, time.Second, func() {
 				results := m.send(ctx, pick(checks, mine), true)
 				if ctx.Err() != nil { // packets in transit do not count as lost
 					return
@@ -331,13 +331,13 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, report func([]Lo
 			report(known)
 		}
 	}
-	every(ctx, time.Second, publish)
+	runPeriodically(ctx, time.Second, publish)
 	group.Wait()
 	publish()
 }
 
-// every calls do at once, and then after each interval. It returns when ctx has ended.
-func every(ctx context.Context, interval time.Duration, do func()) {
+// runPeriodically calls do at once, and then after each interval. It returns when ctx has ended.
+func runPeriodically(ctx context.Context, interval time.Duration, do func()) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	for ctx.Err() == nil {

@@ -445,8 +445,8 @@ type roundTripper func(*http.Request) (*http.Response, error)
 
 func (w roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return w(r) }
 
-// fine is the connection to a Pod whose requests are all answered.
-func fine(r *http.Request) (*http.Response, error) {
+// healthyPod is the connection to a Pod whose requests are all answered.
+func healthyPod(r *http.Request) (*http.Response, error) {
 	var requests []Request
 	if err := json.NewDecoder(r.Body).Decode(&requests); err != nil {
 		return nil, err
@@ -455,14 +455,14 @@ func fine(r *http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(text)), Request: r}, err
 }
 
-// hung is the connection to a Pod whose node was powered off.
-func hung(r *http.Request) (*http.Response, error) {
+// lostPod is the connection to a Pod whose node was powered off.
+func lostPod(r *http.Request) (*http.Response, error) {
 	<-r.Context().Done()
 	return nil, r.Context().Err()
 }
 
-// between returns two clusters with one Pod each, and the checks between them.
-func between(a, b roundTripper) (sites [2]*site, checks []Check) {
+// twoSites returns two clusters with one Pod each, and the checks between them.
+func twoSites(a, b roundTripper) (sites [2]*site, checks []Check) {
 	for i, w := range []roundTripper{a, b} {
 		end := ends(string(rune('a'+i)), 1)[0]
 		sites[i] = &site{pods: []*member{{End: end, name: "verify-" + end.Cluster, http: &http.Client{Transport: w}}}}
@@ -472,7 +472,7 @@ func between(a, b roundTripper) (sites [2]*site, checks []Check) {
 
 func TestPodOnALostNodeIsNotAwaitedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		sites, checks := between(fine, hung)
+		sites, checks := twoSites(healthyPod, lostPod)
 		start := time.Now()
 		defer func() {
 			if took := time.Since(start); took > time.Minute {
@@ -490,7 +490,7 @@ func TestPodOnALostNodeIsNotAwaitedForever(t *testing.T) {
 // While one Pod does not answer requests, all others continue to send each second.
 func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		sites, checks := between(fine, hung)
+		sites, checks := twoSites(healthyPod, lostPod)
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Second+time.Millisecond)
 		defer cancel()
 		reports := 0
@@ -508,7 +508,7 @@ func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 // Interrupting a continuous run is no error, unless Pods cannot be removed.
 func TestInterruptingAContinuousRunIsNotAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		sites, _ := between(fine, fine)
+		sites, _ := twoSites(healthyPod, healthyPod)
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
 		sent := 0

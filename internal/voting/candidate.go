@@ -21,12 +21,12 @@ import (
 
 // A Gate is open while a gateway may send to peers. Senders check it just before the system
 // call. The zero Gate is shut.
-type Gate struct{ until atomic.Int64 } // end of the permission, as time since began
+type Gate struct{ until atomic.Int64 } // end of the permission, as time since clockStart
 
-// began is the zero point of the gateways' clock.
-var began = time.Now()
+// clockStart is the zero point of the gateways' clock.
+var clockStart = time.Now()
 
-func clock() mandate.Time { return time.Since(began) }
+func clock() mandate.Time { return time.Since(clockStart) }
 
 // Open reports whether the gateway may send now.
 func (g *Gate) Open() bool { return int64(clock()) < g.until.Load() }

@@ -70,7 +70,7 @@ type Voter struct {
 	stored                   record
 	last                     netip.AddrPort // address of the holder that last got the vote
 	lastAsk                  cookie
-	waits                    waiting
+	waits                    waitingGateway
 	known, expected, strange *rate.Limiter
 }
 
@@ -80,8 +80,8 @@ type place struct {
 	Key  ed25519.PublicKey `json:"key"`  // public key of the gateways; nil: nodes do not vote, or the key is not known yet
 }
 
-// waiting is a gateway to notify as soon as the vote becomes free.
-type waiting struct {
+// waitingGateway is a gateway to notify as soon as the vote becomes free.
+type waitingGateway struct {
 	ask ask
 	at  net.Addr
 }
@@ -356,10 +356,10 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	send(answer{reply, a.cookie}.datagram(), from)
 	switch {
 	case a.Kind == mandate.Probe && known && !a.Holds:
-		v.waits = waiting{a, from}
+		v.waits = waitingGateway{a, from}
 	case a.Kind == mandate.Release && v.waits.at != nil && v.waits.ask.From != a.From:
 		send(answer{v.machine.Receive(v.waits.ask.Ask, now()), v.waits.ask.cookie}.datagram(), v.waits.at)
-		v.waits = waiting{}
+		v.waits = waitingGateway{}
 	}
 	return true
 }
