@@ -152,21 +152,21 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 		return "node", nil
 	}
 	if b.ServicesAt(ip).IsValid() {
-		return x.first(ctx, pace, "service", "Service", fields.OneTermEqualSelector("spec.clusterIP", ip.String()))
+		return x.ownerIf(ctx, pace, "service", "Service", fields.OneTermEqualSelector("spec.clusterIP", ip.String()))
 	}
 	if id, _ := b.PeerAt(ip); id != "" {
 		return "peer " + id, nil
 	}
 	// Pods that have ended have released their address. Pods with hostNetwork have the node's address.
-	return x.first(ctx, pace, "pod", "Pod", fields.AndSelectors(
+	return x.ownerIf(ctx, pace, "pod", "Pod", fields.AndSelectors(
 		fields.OneTermEqualSelector("status.podIP", ip.String()),
 		fields.OneTermEqualSelector("spec.hostNetwork", "false"),
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))))
 }
 
-// first returns owner if the selector matches some object; otherwise "".
-func (x *expiry) first(ctx context.Context, pace *rate.Limiter, owner, kind string, selector fields.Selector) (string, error) {
+// ownerIf returns owner if the selector matches some object; otherwise "".
+func (x *expiry) ownerIf(ctx context.Context, pace *rate.Limiter, owner, kind string, selector fields.Selector) (string, error) {
 	if err := pace.Wait(ctx); err != nil {
 		return "", err
 	}

@@ -32,7 +32,7 @@ func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
 	a.expiry = newExpiry(managertest.Client, new(managertest.Store), slog.New(slog.NewTextHandler(&a.log, nil)))
-	a.callerLookups.SetLimit(1000) // sees calls ownerKind often
+	a.callerLookups.SetLimit(1000) // untilKind calls ownerKind often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")
 	a.OK(client.IgnoreAlreadyExists(managertest.Client.Create(a.Ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "default"}})))
@@ -114,17 +114,17 @@ func (a *aging) pod(name, ip string, phase corev1.PodPhase) (remove func()) {
 	pod.Status.Phase, pod.Status.PodIP, pod.Status.PodIPs = phase, ip, []corev1.PodIP{{IP: ip}}
 	a.OK(managertest.Client.Status().Update(a.Ctx, pod))
 	if phase == corev1.PodRunning && !pod.Spec.HostNetwork {
-		a.sees(ip, "pod")
+		a.untilKind(ip, "pod")
 	}
 	return func() {
 		a.T.Helper()
 		a.OK(managertest.Client.Delete(a.Ctx, pod, client.GracePeriodSeconds(0)))
-		a.sees(ip, "")
+		a.untilKind(ip, "")
 	}
 }
 
-// sees waits until ownerKind returns want, because the API server's memory may be outdated.
-func (a *aging) sees(ip, want string) {
+// untilKind waits until ownerKind returns want, because the API server's memory may be outdated.
+func (a *aging) untilKind(ip, want string) {
 	a.T.Helper()
 	a.Until(ip+" is "+want, func() bool {
 		what, err := a.ownerKind(a.Ctx, netip.MustParseAddr(ip))
@@ -142,7 +142,7 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 	a.pod("shares", "172.30.0.1", corev1.PodRunning) // a Pod on the host network has its node's address
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "gone"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
 	a.Create(service)
-	a.sees(service.Spec.ClusterIP, "service")
+	a.untilKind(service.Spec.ClusterIP, "service")
 	for ip, want := range map[string]string{"10.9.7.1": "pod", "10.9.7.2": "pod", "10.9.7.3": "", "172.30.0.1": "node", "172.30.0.2": "node",
 		service.Spec.ClusterIP: "service", "172.16.17.1": "peer q", "198.51.100.7": ""} {
 		a.mapped(ip, want)
@@ -153,7 +153,7 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 
 	removePod()
 	a.OK(managertest.Client.Delete(a.Ctx, service))
-	a.sees(service.Spec.ClusterIP, "")
+	a.untilKind(service.Spec.ClusterIP, "")
 	a.nodes = a.nodes[1:]
 	a.configure()
 	a.update(func(b ipam.State) (ipam.State, error) { return b.Release("q"), nil })

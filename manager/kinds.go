@@ -57,17 +57,17 @@ func canList(ctx context.Context, direct client.Reader, list client.ObjectList) 
 	return err == nil, kubeerr.IgnoreUnknown(err)
 }
 
-// looksForAbsence is the number of consecutive checks in which a kind must be missing before it
+// absenceChecks is the number of consecutive checks in which a kind must be missing before it
 // counts as removed. An API server that starts or lags behind does not serve custom resources for a
 // moment. If ForeignClusters counted as removed during that moment, the manager would take down the
 // tunnels of all their peers.
-const looksForAbsence = 4
+const absenceChecks = 4
 
-// checkAbsence returns an error if ForeignClusters are missing although some TunnelEndpoints belong
-// to ForeignClusters. n is the number of checks since the start. From looksForAbsence checks on,
-// checkAbsence returns nil.
+// checkAbsence is called when the API server does not serve ForeignClusters. It returns an error if
+// a TunnelEndpoint belongs to one, and the caller checks again. n is the number of the check; from
+// absenceChecks on, checkAbsence returns nil.
 func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
-	if n >= looksForAbsence {
+	if n >= absenceChecks {
 		return nil
 	}
 	var list metav1.PartialObjectMetadataList
@@ -78,7 +78,7 @@ func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 	for i := range list.Items {
 		if slices.ContainsFunc(list.Items[i].OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "ForeignCluster" }) {
 			return fmt.Errorf("the API server does not serve ForeignClusters, though TunnelEndpoint %s/%s belongs to one; check %d of %d",
-				list.Items[i].Namespace, list.Items[i].Name, n, looksForAbsence)
+				list.Items[i].Namespace, list.Items[i].Name, n, absenceChecks)
 		}
 	}
 	return nil
@@ -86,8 +86,8 @@ func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 
 // watchKinds calls changed when kinds appear or disappear, because Liqo may be installed, removed
 // or upgraded later.
-func watchKinds(ctx context.Context, look func(context.Context) (optionalKinds, error), had optionalKinds, every time.Duration, changed func()) {
-	tick := time.NewTicker(every)
+func watchKinds(ctx context.Context, detect func(context.Context) (optionalKinds, error), had optionalKinds, interval time.Duration, changed func()) {
+	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	missing := 0
 	for {
@@ -96,13 +96,13 @@ func watchKinds(ctx context.Context, look func(context.Context) (optionalKinds, 
 			return
 		case <-tick.C:
 		}
-		has, err := look(ctx)
+		has, err := detect(ctx)
 		switch {
 		case err != nil:
 		case has == had:
 			missing = 0
 		default:
-			if missing++; had.lost(has) && missing < looksForAbsence {
+			if missing++; had.lost(has) && missing < absenceChecks {
 				continue
 			}
 			changed()

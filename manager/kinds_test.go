@@ -18,9 +18,9 @@ func TestKindCountsAsRemovedOnlyAfterSeveralChecks(t *testing.T) {
 		looks []optionalKinds // the last one is repeated
 		after int             // number of checks until changed is called
 	}{
-		"gone for good":       {with, []optionalKinds{without}, looksForAbsence},
-		"back in between":     {with, []optionalKinds{without, without, without, with, without}, 4 + looksForAbsence},
-		"an error in between": {with, []optionalKinds{without, {}, without}, 1 + looksForAbsence},
+		"gone for good":       {with, []optionalKinds{without}, absenceChecks},
+		"back in between":     {with, []optionalKinds{without, without, without, with, without}, 4 + absenceChecks},
+		"an error in between": {with, []optionalKinds{without, {}, without}, 1 + absenceChecks},
 		"there at last":       {without, []optionalKinds{without, with}, 2},
 	} {
 		synctest.Test(t, func(t *testing.T) {
@@ -53,8 +53,8 @@ func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListO
 }
 
 func TestStartingManagerChecksRepeatedlyThatForeignClustersAreRemoved(t *testing.T) {
-	for n := 1; n <= looksForAbsence; n++ {
-		if err := checkAbsence(t.Context(), owned{kind: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
+	for n := 1; n <= absenceChecks; n++ {
+		if err := checkAbsence(t.Context(), owned{kind: "ForeignCluster"}, n); (err == nil) != (n == absenceChecks) {
 			t.Errorf("look %d: %v", n, err)
 		}
 	}

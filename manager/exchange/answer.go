@@ -142,7 +142,7 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	case err != nil:
 		return err
 	case len(refusals) > 0:
-		if !slices.ContainsFunc(refusals, passing) {
+		if !slices.ContainsFunc(refusals, isTransient) {
 			r.waiting.remove(req)
 		}
 		return r.refuse(ctx, copies, refusals...)
@@ -157,8 +157,8 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		Message: fmt.Sprintf("the receiver uses %v for podCIDR and %v for externalCIDR", allocation.Pod, allocation.External)})
 }
 
-// passing reports whether a change of the IPAM state may end the refusal.
-func passing(r fabric.Refusal) bool {
+// isTransient reports whether a change of the IPAM state may end the refusal.
+func isTransient(r fabric.Refusal) bool {
 	switch r.Reason {
 	case v1alpha1.ReasonExhausted, v1alpha1.ReasonCIDRConflict, v1alpha1.ReasonEndpoint:
 		return true
@@ -205,7 +205,7 @@ func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 }
 
 // refuse writes the reasons into the conditions of the oldest maxRefused copies. An earlier answer
-// stays as long as it is still correct.
+// stays while it is correct.
 func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
 	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}
 	for i := range copies[:min(len(copies), maxRefused)] {

@@ -197,9 +197,9 @@ func (in proofInputs) prove(self, peer string) string {
 	return ""
 }
 
-// reclaim deletes the TunnelEndpoint of another peer if it has a key whose possession this peer
-// proves and the other peer does not. So a peer that lists a foreign key before its owner cannot
-// keep the key.
+// reclaim gives a peer the keys whose possession it proves. It deletes a TunnelEndpoint of another
+// peer with such a key, unless that peer proves possession as well. So nobody can keep a key by
+// listing it before its owner does.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {

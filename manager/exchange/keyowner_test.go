@@ -40,7 +40,7 @@ func TestProofIsMadeAgainOnlyWhenAKeyChanges(t *testing.T) {
 		}
 		return spec.BackendConfig[v1alpha1.ConfigKeyProof]
 	}
-	keep := func() { // keep replaces the cached proof by a mark
+	keep := func() { // replaces the cached proof by the text "kept"
 		p, _ := r.proofs.Load("b")
 		r.proofs.Store("b", proof{p.(proof).inputs, "kept"})
 	}

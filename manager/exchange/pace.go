@@ -16,40 +16,39 @@ import (
 // changes at once, and then one per interval. Changes of the peer's networks need no such limit: a
 // claim that would give the peer additional addresses needs consent.
 const (
-	changesAtOnce = 8
-	answerEvery   = time.Minute // each new answer is an event for every node
-	gatewayEvery  = time.Second // a new endpoint or key is an event for the gateways only
+	changesAtOnce   = 8
+	answerInterval  = time.Minute // each new answer is an event for every node
+	gatewayInterval = time.Second // a new endpoint or key is an event for the gateways only
 )
 
 // A pace limits how often each peer may change something. Its methods may be called concurrently.
 type pace struct {
-	every time.Duration
+	interval time.Duration
 
 	mu    sync.Mutex
 	peers map[string]*rate.Limiter // by cluster ID; only peers that have changed something
 }
 
-// wait returns the time that a change arriving now has to wait. It does not count the change.
-func (p *pace) wait(id string, now time.Time) time.Duration {
+// delay returns the time that a change arriving now has to wait. It does not count the change.
+func (p *pace) delay(id string, now time.Time) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	l := p.peers[id]
 	if l == nil {
 		return 0
 	}
-	return max(0, time.Duration((1-l.TokensAt(now))*float64(p.every)))
+	return max(0, time.Duration((1-l.TokensAt(now))*float64(p.interval)))
 }
 
-// count counts a change that was written. It reports whether another change at the same time would
-// have to wait.
-func (p *pace) count(id string, now time.Time) bool {
+// record counts a change that was written. It reports whether the next change has to wait.
+func (p *pace) record(id string, now time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.peers == nil {
 		p.peers = make(map[string]*rate.Limiter)
 	}
 	if p.peers[id] == nil {
-		p.peers[id] = rate.NewLimiter(rate.Every(p.every), changesAtOnce)
+		p.peers[id] = rate.NewLimiter(rate.Every(p.interval), changesAtOnce)
 	}
 	return p.peers[id].AllowN(now, 1) && p.peers[id].TokensAt(now) < 1
 }
@@ -70,7 +69,7 @@ func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkCo
 	if !ok || !complete(was) || state.Answered(id, pod, external).AnswerOf(id) == was {
 		return original, 0
 	}
-	wait := r.answers.wait(id, time.Now())
+	wait := r.answers.delay(id, time.Now())
 	if wait > 0 {
 		original = original.DeepCopy()
 		original.Status.PodCIDRNAT, original.Status.ExternalCIDRNAT = was.Pod.String(), was.External.String()

@@ -21,29 +21,29 @@ import (
 )
 
 func TestRateOfPeerChangesIsLimitedAfterABurst(t *testing.T) {
-	p := pace{every: time.Minute}
+	p := pace{interval: time.Minute}
 	now := time.Now()
 	for i := range changesAtOnce {
-		if wait := p.wait("b", now); wait != 0 {
+		if wait := p.delay("b", now); wait != 0 {
 			t.Errorf("change %d waits for %v", i, wait)
 		}
-		if last := p.count("b", now); last != (i == changesAtOnce-1) {
+		if last := p.record("b", now); last != (i == changesAtOnce-1) {
 			t.Errorf("change %d is the last one: %v", i, last)
 		}
 	}
-	for range 100 { // wait does not count as a change
-		if wait := p.wait("b", now); wait <= 0 || wait > time.Minute {
+	for range 100 { // delay does not count a change
+		if wait := p.delay("b", now); wait <= 0 || wait > time.Minute {
 			t.Fatalf("one too many waits for %v", wait)
 		}
 	}
-	if wait := p.wait("c", now); wait != 0 {
+	if wait := p.delay("c", now); wait != 0 {
 		t.Errorf("another peer waits for %v", wait)
 	}
 	done := 0
 	for range 600 { // seconds
 		now = now.Add(time.Second)
-		if p.wait("b", now) == 0 {
-			p.count("b", now)
+		if p.delay("b", now) == 0 {
+			p.record("b", now)
 			done++
 		}
 	}
@@ -96,7 +96,7 @@ func TestFrequentEndpointChangesAreAppliedOnceASecond(t *testing.T) {
 		a.Until("it is accepted", func() bool { return accepted(b.copied()) == "None None" })
 	}
 	a.Until("the last one is followed", func() bool { return b.Endpoint().Spec.EndpointIP == last })
-	if changes, most := b.Endpoint().Generation-before, changesAtOnce+int64(time.Since(began)/gatewayEvery); changes > most {
+	if changes, most := b.Endpoint().Generation-before, changesAtOnce+int64(time.Since(began)/gatewayInterval); changes > most {
 		t.Errorf("%d changes in %v; want at most %d", changes, time.Since(began), most)
 	}
 }
@@ -105,7 +105,7 @@ func TestFrequentEndpointChangesAreAppliedOnceASecond(t *testing.T) {
 func (a *answering) pacing() *tunnelEndpointReconciler {
 	return &tunnelEndpointReconciler{
 		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
-		answers: pace{every: answerEvery}, gateways: pace{every: gatewayEvery},
+		answers: pace{interval: answerInterval}, gateways: pace{interval: gatewayInterval},
 	}
 }
 
@@ -128,13 +128,13 @@ func TestDelayedAnswerIsScheduledForARetry(t *testing.T) {
 	queue := recordingQueue{after: make(map[reconcile.Request]time.Duration)}
 	a.OK(r.queue.Source().Start(a.Ctx, queue))
 	for range changesAtOnce {
-		r.answers.count(id, time.Now())
+		r.answers.record(id, time.Now())
 	}
 	x, err := r.gather(a.Ctx, ctrl.Request{NamespacedName: types.NamespacedName{Namespace: b.NS, Name: id}})
 	a.OK(err)
 	x.originals[0].Status.PodCIDRNAT = "10.80.0.0/16"
 	a.OK(r.join(a.Ctx, x))
-	if wait := queue.after[exchangeWith(x.peer)]; wait <= 0 || wait > answerEvery {
+	if wait := queue.after[exchangeWith(x.peer)]; wait <= 0 || wait > answerInterval {
 		t.Errorf("it is looked at again after %v", wait)
 	}
 }
@@ -153,7 +153,7 @@ func TestFailedWriteDoesNotCountAgainstTheRateLimit(t *testing.T) {
 			t.Fatal("it was written")
 		}
 	}
-	if wait := r.answers.wait(id, time.Now()); wait != 0 {
+	if wait := r.answers.delay(id, time.Now()); wait != 0 {
 		t.Errorf("the next answer waits for %v", wait)
 	}
 	for i := range changesAtOnce {
@@ -161,7 +161,7 @@ func TestFailedWriteDoesNotCountAgainstTheRateLimit(t *testing.T) {
 		_, err := r.mapped(a.Ctx, id, original)
 		a.OK(err)
 	}
-	if wait := r.answers.wait(id, time.Now()); wait == 0 {
+	if wait := r.answers.delay(id, time.Now()); wait == 0 {
 		t.Error("what was written costs nothing")
 	}
 }
@@ -172,11 +172,11 @@ func TestRateLimitOfAPeerIsRemovedWhenItLeaves(t *testing.T) {
 	r, now := a.pacing(), time.Now()
 	left := a.Prefix + "-left"
 	for range changesAtOnce {
-		r.answers.count(left, now)
-		r.gateways.count(left, now)
+		r.answers.record(left, now)
+		r.gateways.record(left, now)
 	}
 	a.OK(r.end(a.Ctx, &exchange{id: left, elsewhere: true}))
-	if r.answers.wait(left, now) == 0 || r.gateways.wait(left, now) == 0 {
+	if r.answers.delay(left, now) == 0 || r.gateways.delay(left, now) == 0 {
 		t.Error("the pace of a peer with another namespace is forgotten")
 	}
 	a.OK(r.end(a.Ctx, &exchange{id: left}))

@@ -279,7 +279,7 @@ func (k *KeyStore) readLocked(ctx context.Context) error {
 		return k.note(k.create(ctx))
 	}
 	if err = k.note(err); err == nil {
-		k.take(&secret)
+		k.adopt(&secret)
 	}
 	return err
 }
@@ -305,16 +305,16 @@ func (k *KeyStore) create(ctx context.Context) error {
 	}
 	err = k.Client.Patch(ctx, secret, client.RawPatch(types.ApplyPatchType, data))
 	if err == nil {
-		k.take(secret)
+		k.adopt(secret)
 		k.Log.Info("created the Secret for preshared keys", "secret", postquantum.SecretName, "peers", len(states))
 	}
 	return err
 }
 
-// take replaces k.stored by the content of the Secret, and drops changes that are no longer due:
-// the Secret has the new state already, or somebody has replaced the state from which the change
-// was made. The exchange with those peers then continues.
-func (k *KeyStore) take(secret *corev1.Secret) {
+// adopt replaces k.stored by the content of the Secret, and drops obsolete changes. A change is
+// obsolete if the Secret already has the new state, or if somebody has replaced the state from
+// which the change was made. The exchange with the peers of dropped changes continues.
+func (k *KeyStore) adopt(secret *corev1.Secret) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	stored := make(map[string]storedState, len(secret.Data))
@@ -357,7 +357,7 @@ func (k *KeyStore) write(ctx context.Context) error {
 	}
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: k.Namespace, Name: postquantum.SecretName}}
 	if err = k.note(k.Client.Patch(ctx, secret, client.RawPatch(types.MergePatchType, patch))); err == nil {
-		k.take(secret)
+		k.adopt(secret)
 	} else if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		err = errors.Join(err, k.readLocked(ctx))
 	}

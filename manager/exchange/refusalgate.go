@@ -57,15 +57,15 @@ type RefusalGate struct {
 	mu          sync.Mutex
 	allocations map[string]observedAllocation
 	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late        map[string]int64            // resourceVersion that a node had reported when Patience was over; the gate ignores the node until it reports another one
+	late        map[string]int64            // nodes that the gate ignores, with the resourceVersion that each had reported when Patience was over
 	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
 
-// observedAllocation is the allocation of a peer, as Observe got it.
+// observedAllocation is the allocation of a peer in the latest State that was passed to Observe.
 type observedAllocation struct {
 	allocation ipam.Allocation
 	version    int64     // resourceVersion of the peer's NetworkAllocation
-	observed   time.Time // when Observe first got it
+	observed   time.Time // when Observe was first called with the allocation
 }
 
 type await struct {
@@ -97,7 +97,7 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 }
 
 // refused reports whether the networks of a peer may be published, because all nodes refuse them or
-// Patience is over. Otherwise it adds the request to q once they may be published.
+// Patience is over. If not, it adds the request to q once they may be published.
 func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -106,7 +106,7 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 		w.waiting[request] = await{id, q}
 		return false // the Store calls Observe once the allocation is written
 	}
-	if !ok || w.behind(g) == nil {
+	if !ok || w.pendingNodes(g) == nil {
 		delete(w.waiting, request)
 		return true
 	}
@@ -115,7 +115,7 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 		q.Add(request, rest)
 		return false
 	}
-	for _, node := range w.behind(g) {
+	for _, node := range w.pendingNodes(g) {
 		w.late[node] = w.reported[node]
 		w.Log.Warn("publishing networks that a node does not refuse yet: its pods may send to them in the clear; check the node's route agent",
 			"node", node, "peer", id, "podCIDR", g.allocation.Pod, "externalCIDR", g.allocation.External)
@@ -127,9 +127,9 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	return true
 }
 
-// behind returns the nodes that the gate waits for because they do not refuse g yet. The caller
-// holds w.mu.
-func (w *RefusalGate) behind(g observedAllocation) (nodes []string) {
+// pendingNodes returns the nodes that do not refuse g yet, without those that the gate ignores. The
+// caller holds w.mu.
+func (w *RefusalGate) pendingNodes(g observedAllocation) (nodes []string) {
 	for node, version := range w.reported {
 		if _, late := w.late[node]; !late && version < g.version {
 			nodes = append(nodes, node)

@@ -56,7 +56,7 @@ type tunnelEndpointReconciler struct {
 // SetupWithManager makes mgr call Reconcile for each peer whose inputs changed. Call AddIndexes
 // first. The Facts need no watch: a relevant change also changes a NetworkConfig or its condition.
 func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
-	r.answers.every, r.gateways.every = answerEvery, gatewayEvery
+	r.answers.interval, r.gateways.interval = answerInterval, gatewayInterval
 	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
@@ -112,7 +112,7 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace belongs to no peer
-	wanted    bool                      // whether the namespace belongs to a peer that is not leaving, or is still draining
+	wanted    bool                      // whether the tunnel is needed: the namespace belongs to a peer that is not leaving, or is draining
 	elsewhere bool                      // whether the cluster is a peer in another namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours; first the one with the right name
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
@@ -155,8 +155,7 @@ func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-// reconcile returns the time after which it must be called again, or zero if the next event is
-// enough.
+// reconcile returns the time after which it must be called again. Zero means: at the next event.
 func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {
@@ -320,7 +319,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	if err != nil {
 		return false, fmt.Errorf("record the peer's answer: %w", err)
 	}
-	if answer := state.AnswerOf(id); complete(was) && answer != was && r.answers.count(id, time.Now()) {
+	if answer := state.AnswerOf(id); complete(was) && answer != was && r.answers.record(id, time.Now()) {
 		r.Log.Warn("peer changes its answer too often; processing one change a minute", "peer", id, "answer", answer)
 	}
 	want, ok := state.NatMapping(id)
@@ -374,7 +373,7 @@ func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 		*metav1.NewControllerRef(peer.Owner, gvk),
 	}
 	moves := !sameGateway(current.Spec, spec)
-	if wait := r.gateways.wait(peer.Cluster.ClusterID, time.Now()); moves && wait > 0 {
+	if wait := r.gateways.delay(peer.Cluster.ClusterID, time.Now()); moves && wait > 0 {
 		r.queue.Add(exchangeWith(peer), wait)
 		return nil
 	}
@@ -396,7 +395,7 @@ func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 		return fmt.Errorf("TunnelEndpoint %s: %w", name, err)
 	}
 	if moves {
-		r.gateways.count(peer.Cluster.ClusterID, time.Now())
+		r.gateways.record(peer.Cluster.ClusterID, time.Now())
 	}
 	return nil
 }

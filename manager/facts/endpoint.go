@@ -80,7 +80,8 @@ func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string
 }
 
 // serviceEndpoint returns the endpoint in the Service's own spec and status. If the host or the
-// port is missing, noHost or noPort is a sentence with the reason. The ports are as in endpointOf.
+// port is missing, noHost or noPort is a sentence with the reason. As in endpointOf, the first
+// port is that of the first tunnel.
 func serviceEndpoint(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
 	all, missing := servicePorts(s)
 	if len(all) == 0 {
@@ -152,14 +153,14 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 }
 
 // tunnelsOf pairs the keys of the gateway's further tunnels with the ports of its Service. If a
-// tunnel lacks a key or port, the result fewer has the reason. field is the name of the Secret's
-// field with the keys. first is the key of tunnel 0.
-func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
+// tunnel lacks a key or port, problem is the reason. field is the name of the Secret's field with
+// the keys. firstKey is the key of tunnel 0.
+func tunnelsOf(secret *corev1.Secret, field string, firstKey [32]byte, ports []uint16) (further []fabric.TunnelEnd, problem string) {
 	text := strings.TrimSpace(string(secret.Data[field]))
 	if text == "" {
 		return nil, ""
 	}
-	have := [][32]byte{first}
+	have := [][32]byte{firstKey}
 	for keyText := range strings.SplitSeq(text, ",") {
 		i := len(have)
 		key, err := fabric.ParseKey(keyText)

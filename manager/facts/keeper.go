@@ -267,9 +267,8 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 	return f, k.configure(ctx, &f, agreed)
 }
 
-// agreed returns the networks of ours that TunnelEndpoints name. A change of a TunnelEndpoint does
-// not cause a Reconcile. So a previous network that the last peer has stopped using is free after
-// apiServerInterval at the latest.
+// agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints.
+// So a previous network that no peer uses any more is free after apiServerInterval at the latest.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {
@@ -355,10 +354,10 @@ func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) err
 	return nil
 }
 
-// unreported returns the pod networks outside of the PodCIDR of nodes whose agent has not reported.
-// Such a node may have no agent at all, so nothing else shows that these networks are in use. The
-// result wide has the networks that are wider than any pod network. Peers may still get networks
-// that overlap those, as with too wide networks in reports.
+// unreported returns the pod networks of nodes whose agent has not reported, except those that
+// overlap the PodCIDR. Such a node may have no agent, so nothing else shows that its pod network is
+// in use. The result wide has networks that are too wide for pods. They are ignored, as in
+// reports, so peers may get networks that overlap them.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
 		name := nodes[i].Name

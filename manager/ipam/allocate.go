@@ -102,7 +102,7 @@ func (b State) Allocate(c Request) (State, Allocation, error) {
 		return held, g, err
 	}
 	if had := held.peers[c.ID]; had != nil {
-		next.hold(c.ID, g, had.Allocation, released)
+		next.holdReplaced(c.ID, g, had.Allocation, released)
 		if refusal := next.tooManyHeld(c.ID, held.replaced); refusal != nil {
 			return held, Allocation{}, refusal
 		}
@@ -126,8 +126,8 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 		{field: "podCIDR", claim: c.Pod, want: c.WantPod, had: old.Pod},
 		{field: "externalCIDR", claim: c.External, want: c.WantExternal, had: old.External},
 	}
-	if before, left := b.PreviousOf(c.ID); left && !old.Pod.IsValid() {
-		placements[0].before, placements[1].before = before.Pod, before.External
+	if previous, ok := b.PreviousOf(c.ID); ok && !old.Pod.IsValid() {
+		placements[0].previous, placements[1].previous = previous.Pod, previous.External
 	}
 	for i := range placements {
 		placements[i].remap, placements[i].outside = c.AlwaysRemap, outside(placements[i].claim, c.Allowed)
@@ -157,7 +157,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network may name the first one; p is not published yet, so it may change
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
-	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
+	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placePrevious, (*State).placeAny} {
 		for i := range placements {
 			if placements[i].got.IsValid() {
 				continue
@@ -185,7 +185,7 @@ type placement struct {
 	field     string
 	claim     netip.Prefix
 	want, had netip.Prefix // the network that an override demands, and the current network; zero: none
-	before    netip.Prefix // the network here when the peer left; zero: none
+	previous  netip.Prefix // the network that the peer had here when it left; zero: none
 	remap     bool         // the Peering forbids using the claimed network unchanged
 	outside   string       // another reason not to use the claimed network unchanged; or ""
 	got       netip.Prefix
@@ -228,12 +228,12 @@ func (b *State) placeWanted(a *placement) *fabric.Refusal {
 	return nil
 }
 
-// placeBefore gives a returning peer the network that it had before. A Liqo peer keeps using the
+// placePrevious gives a returning peer the network that it had before. A Liqo peer keeps using the
 // networks of the first answer that it got.
-func (b *State) placeBefore(a *placement) *fabric.Refusal {
-	unchanged := a.before == a.claim
-	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(unchanged && (a.remap || a.outside != "")) {
-		a.got = a.before
+func (b *State) placePrevious(a *placement) *fabric.Refusal {
+	unchanged := a.previous == a.claim
+	if a.previous.IsValid() && fits(a.previous, a.claim) && b.free(a.previous) && !(unchanged && (a.remap || a.outside != "")) {
+		a.got = a.previous
 	}
 	return nil
 }

@@ -44,7 +44,7 @@ func (b State) Allocation(id string) isthmus.NetworkAllocationSpec {
 	}
 	spec.ReleasedAt, spec.UnusedSince = timeOf(p.released), timeOf(p.unused)
 	spec.Seen = pairOf(p.podSeen, p.externalSeen)
-	spec.Local = pairOf(b.own.behind(p))
+	spec.Local = pairOf(b.own.answered(p))
 	for _, ip := range slices.SortedFunc(maps.Keys(p.endpoints), netip.Addr.Compare) {
 		spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{
 			IP: ip.String(), Address: b.endpoints[ip].addr.String(), Requesters: p.endpoints[ip], Target: b.endpoints[ip].kind,
@@ -60,9 +60,8 @@ func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
 	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
 }
 
-// behind returns those of our networks for which the peer has sent an answer. It returns zero in
-// place of the others.
-func (c Config) behind(p *account) (pod, external netip.Prefix) {
+// answered returns our PodCIDR and our ExternalCIDR, each only if the peer has answered for it.
+func (c Config) answered(p *account) (pod, external netip.Prefix) {
 	if p.podSeen.IsValid() {
 		pod = c.PodCIDR
 	}
@@ -150,8 +149,8 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 	return b, wrong
 }
 
-// entry parses the entry of one cluster. local is the ExternalCIDR of ours that has the addresses
-// of its mapped endpoints.
+// entry parses the entry of one cluster. local is our ExternalCIDR, present or previous, that
+// contains the addresses of its mapped endpoints.
 func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *account, local netip.Prefix, held []replaced) {
 	if wrong := fabric.CheckClusterID(spec.ClusterID); wrong != "" {
 		r.fail("spec.clusterID", "%s", wrong)

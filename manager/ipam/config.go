@@ -35,7 +35,7 @@ func (c Conflict) String() string {
 }
 
 // Configure sets the current configuration of this cluster. It may be called at any time. Allocated
-// networks stay unchanged, and so does an ExternalCIDR that was chosen while there was any peer.
+// networks stay unchanged, and so does an ExternalCIDR that Configure chose and that peers may use.
 // The returned conflicts are those of Conflicts.
 //
 // If the ExternalCIDR changes to one of the same length, mapped endpoints keep their host bits;
@@ -144,9 +144,9 @@ func externalLike(pod netip.Prefix) netip.Prefix {
 	return pod
 }
 
-// readdress adapts mapped addresses and the peers' answers to a change of our own networks. The
-// parameters was and pods are the previous ExternalCIDR and PodCIDR.
-func (b *State) readdress(was, pods netip.Prefix) {
+// readdress adapts mapped addresses and the peers' answers to a change of our own networks from
+// oldExternal and oldPods.
+func (b *State) readdress(oldExternal, oldPods netip.Prefix) {
 	external := b.own.ExternalCIDR
 	peers := make(map[string]*account, len(b.peers))
 	endpoints := make(map[netip.Addr]*endpoint)
@@ -156,10 +156,10 @@ func (b *State) readdress(was, pods netip.Prefix) {
 		e := *b.endpoints[real]
 		e.peers = 0
 		switch {
-		case external == was:
+		case external == oldExternal:
 		case !external.IsValid() || external.Addr().BitLen() != real.BitLen() || external.Contains(real):
 			continue
-		case external.Bits() == was.Bits():
+		case external.Bits() == oldExternal.Bits():
 			e.addr = move(e.addr, external)
 		default:
 			addr, ok := b.addresses.lowest(external)
@@ -173,7 +173,7 @@ func (b *State) readdress(was, pods netip.Prefix) {
 	}
 	for id, old := range b.peers {
 		p := *old
-		if b.own.PodCIDR != pods || !fits(p.podSeen, b.own.PodCIDR) {
+		if b.own.PodCIDR != oldPods || !fits(p.podSeen, b.own.PodCIDR) {
 			p.podSeen = netip.Prefix{}
 		}
 		if p.externalSeen.IsValid() && !fits(p.externalSeen, external) {
@@ -189,7 +189,7 @@ func (b *State) readdress(was, pods netip.Prefix) {
 		if p.empty() {
 			continue
 		}
-		if external == was && p.podSeen == old.podSeen && p.externalSeen == old.externalSeen && len(p.endpoints) == len(old.endpoints) {
+		if external == oldExternal && p.podSeen == old.podSeen && p.externalSeen == old.externalSeen && len(p.endpoints) == len(old.endpoints) {
 			peers[id] = old // the unchanged account, so that Changed does not name the peer
 		} else {
 			peers[id] = &p
@@ -206,10 +206,10 @@ func (b *State) readdress(was, pods netip.Prefix) {
 
 // An obstacle is a network or address that no peer's network may overlap.
 type obstacle struct {
-	name string // ends with "of " if whose follows
-	// whose is the owner, such as "node n1", for messages in this cluster. Messages to a peer use
+	name string // ends with "of " or "by " if owner is set
+	// owner is the owner, such as "node n1", for messages in this cluster. Messages to a peer use
 	// anonymous instead, because they must not disclose our nodes and our other peers.
-	whose, anonymous string
+	owner, anonymous string
 	prefix           netip.Prefix
 	node             bool // whether it belongs to a node and changes with the cluster's nodes
 	previous         bool // whether it is a previous network of ours
@@ -240,7 +240,7 @@ func (b *State) obstacles(yield func(obstacle) bool) {
 		}
 	}
 	for _, r := range b.own.Reached {
-		o := obstacle{name: "a network of ", whose: "node " + r.Node, anonymous: "a node", prefix: r.Prefix, node: true}
+		o := obstacle{name: "a network of ", owner: "node " + r.Node, anonymous: "a node", prefix: r.Prefix, node: true}
 		if r.Resolver {
 			o.name = "a DNS server of "
 		}
@@ -265,7 +265,7 @@ func (b State) Conflicts() []Conflict {
 			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // o is one of our later networks, which reports the overlap itself
 			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
 			if !itself && !o.previous && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
-				n.With, n.Other = o.name+o.whose, o.prefix
+				n.With, n.Other = o.name+o.owner, o.prefix
 				conflicts = append(conflicts, n)
 			}
 		}
@@ -287,7 +287,7 @@ func (b State) ConflictsOf(id string) (conflicts []Conflict) {
 			continue
 		}
 		by := b.holder(n.Prefix, id)
-		n.With, n.Other = by.name+by.whose, by.prefix
+		n.With, n.Other = by.name+by.owner, by.prefix
 		conflicts = append(conflicts, n)
 	}
 	return conflicts
@@ -307,7 +307,7 @@ func (b *State) holder(p netip.Prefix, except string) obstacle {
 		}
 	}
 	for _, id := range b.Peers() {
-		found := obstacle{whose: "peer " + id, anonymous: "another peer"}
+		found := obstacle{owner: "peer " + id, anonymous: "another peer"}
 		if other := b.peers[id]; id != except && !other.released.IsZero() {
 			for _, network := range []netip.Prefix{other.Pod, other.External} {
 				if network.Overlaps(p) {

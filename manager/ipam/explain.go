@@ -43,7 +43,7 @@ func (b *State) reasonFor(c Request, field string, claim, here, want netip.Prefi
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {
 		by := b.holder(claim, "")
-		overlaps = fmt.Sprintf("overlaps %s%s, %v", by.name, by.whose, by.prefix)
+		overlaps = fmt.Sprintf("overlaps %s%s, %v", by.name, by.owner, by.prefix)
 	}
 	switch {
 	case want.IsValid():

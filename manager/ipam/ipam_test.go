@@ -39,7 +39,7 @@ func configured(t *testing.T, c Config) State {
 	return b
 }
 
-// claim returns a request for networks with consent, which may be anywhere in the address space.
+// claim returns a request with consent, in which any network is allowed.
 func claim(id, pod, external string) Request {
 	return Request{ID: id, Pod: pfx(pod), External: pfx(external), Allowed: everywhere, Consented: true}
 }
@@ -139,7 +139,7 @@ func TestAllocateKeepsNetworksWhileFamilyAndLengthFit(t *testing.T) {
 func TestAllocateUsesTheNetworksOfOverrides(t *testing.T) {
 	b := configured(t, ours())
 	want := claim("b", "10.244.0.0/16", "10.60.0.0/16")
-	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // WantPod is the network that the ExternalCIDR would keep otherwise
+	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // WantPod is the claimed ExternalCIDR, which would otherwise stay unchanged
 	b, g := allocate(t, b, want)
 	if g != (Allocation{want.WantPod, want.WantExternal}) {
 		t.Fatalf("got %v", g)
@@ -310,7 +310,7 @@ func TestExternalCIDRChangesOnlyIfItConflicts(t *testing.T) {
 	b := configured(t, ours())
 	for _, c := range []Config{
 		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")},   // covers the ExternalCIDR
-		{PodCIDR: pfx("fd00::/64"), Pools: []netip.Prefix{pfx("fd10::/48")}}, // of another family
+		{PodCIDR: pfx("fd00::/64"), Pools: []netip.Prefix{pfx("fd10::/48")}}, // pools of another family
 	} {
 		moved := configured(t, c)
 		if next, conflicts := b.Configure(c); len(conflicts) > 0 || next.Own().ExternalCIDR != moved.Own().ExternalCIDR {

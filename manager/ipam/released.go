@@ -97,7 +97,7 @@ func (b State) EndHolds(match func(id string, p netip.Prefix) bool) (next State,
 			ended, rest.Pod = append(ended, p.External), p.Pod
 		}
 		next = next.Release(id)
-		next.hold(id, Allocation{}, rest, p.released)
+		next.holdReplaced(id, Allocation{}, rest, p.released)
 	}
 	return next, ended
 }
@@ -114,17 +114,17 @@ func (b *State) conflictsWithOwn(p netip.Prefix) bool {
 // stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold holds the networks of the peer that are in before but not in after. These holds begin at the
-// time released. It ends the holds of networks that are in after.
-func (b *State) hold(id string, after, before Allocation, released time.Time) {
-	again := func(p netip.Prefix) bool { return contains(after.Pod, p) || contains(after.External, p) }
+// holdReplaced holds the networks of the peer that are in previous but not in current. These holds
+// begin at the time released; if it is zero, none begins. Holds of networks in current end.
+func (b *State) holdReplaced(id string, current, previous Allocation, released time.Time) {
+	again := func(p netip.Prefix) bool { return contains(current.Pod, p) || contains(current.External, p) }
 	var kept []replaced
 	for _, r := range b.replaced {
 		if r.id != id || !again(r.network) {
 			kept = append(kept, r)
 		}
 	}
-	for _, p := range []netip.Prefix{before.Pod, before.External} {
+	for _, p := range []netip.Prefix{previous.Pod, previous.External} {
 		if p.IsValid() && !released.IsZero() && !again(p) {
 			kept = append(kept, replaced{id, p, stored(released)})
 		}
@@ -136,10 +136,10 @@ func (b *State) hold(id string, after, before Allocation, released time.Time) {
 }
 
 // Regain holds networks that nodes refuse for a peer but that the State does not have, as if the
-// peer had released them now. If the peer is unknown, the first two networks count as its last
-// ones, which it gets again when it returns. The result left has the networks that cannot be held,
-// because they are in use or there is no room.
-func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
+// peer had released them now. If the peer is unknown, it gets the first two networks again
+// when it returns. The result unheld has the networks that cannot be held, because they are in use
+// or there is no room.
+func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, unheld []netip.Prefix) {
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {
 		pod, external := networks[0], networks[1]
@@ -149,16 +149,16 @@ func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next S
 	}
 	for _, p := range networks {
 		if fabric.CheckClusterID(id) != "" || fabric.CheckNetwork(p) != "" || next.full(id) || next.conflictsWithOwn(p) || next.overlapsAnother(id, p) {
-			left = append(left, p)
+			unheld = append(unheld, p)
 			continue
 		}
 		g := Allocation{}
 		if had := next.peers[id]; had != nil {
 			g = had.Allocation
 		}
-		next.hold(id, g, Allocation{Pod: p}, now)
+		next.holdReplaced(id, g, Allocation{Pod: p}, now)
 	}
-	return next, left
+	return next, unheld
 }
 
 // full reports whether no further network can be held for the peer.
@@ -268,7 +268,7 @@ func (b State) Age(now time.Time, named func(id string) bool) (next State, aband
 // heldObstacle describes a network that is held for a peer.
 func heldObstacle(id string, network netip.Prefix, released time.Time) obstacle {
 	return obstacle{name: "a network that is held until " + until(released) + ", because it was released by ",
-		whose: "peer " + id, anonymous: "another peer", prefix: network}
+		owner: "peer " + id, anonymous: "another peer", prefix: network}
 }
 
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }

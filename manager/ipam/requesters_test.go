@@ -151,7 +151,7 @@ func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
 	}
 }
 
-// A manager may stop between two of the objects that store one change of our networks.
+// A manager may stop after it has written a change of our networks into only some of the objects.
 func TestFromAllocationsUpdatesObjectsWithOurPreviousNetworks(t *testing.T) {
 	b := requested(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	old := b.Allocation("b")

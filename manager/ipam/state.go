@@ -202,9 +202,10 @@ func (b State) AnswerOf(id string) (seen Allocation) {
 	return seen
 }
 
-// fits reports whether the network seen can represent our network own at a peer.
-func fits(seen, own netip.Prefix) bool {
-	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
+// fits reports whether p can represent original: both have the same family and length, and pods can
+// have the addresses of p.
+func fits(p, original netip.Prefix) bool {
+	return original.IsValid() && fabric.CheckNetwork(p) == "" && p.Addr().BitLen() == original.Addr().BitLen() && p.Bits() == original.Bits()
 }
 
 // Release removes a peer with its answer and its mappings. The peer's networks are free at once,

@@ -208,21 +208,21 @@ func (r *reader) network(field, value string) netip.Prefix {
 	return p
 }
 
-// seen parses the network that represents our network own at a peer.
-func (r *reader) seen(field, value string, own netip.Prefix, ownField string) netip.Prefix {
+// answer parses the network by which a peer represents our network original.
+func (r *reader) answer(field, value string, original netip.Prefix, originalField string) netip.Prefix {
 	if value == "" {
 		return netip.Prefix{}
 	}
-	if !own.IsValid() {
-		r.fail(field, "is %s, but %s is empty; want both or none", quote(value), ownField)
+	if !original.IsValid() {
+		r.fail(field, "is %s, but %s is empty; want both or none", quote(value), originalField)
 		return netip.Prefix{}
 	}
 	if value == v1alpha1.None {
-		value = own.String()
+		value = original.String()
 	}
 	p := r.network(field, value)
-	if r.err == nil && !fits(p, own) {
-		r.fail(field, "%v does not have the family and length of %s, %v; want a %s", p, ownField, own, length(own))
+	if r.err == nil && !fits(p, original) {
+		r.fail(field, "%v does not have the family and length of %s, %v; want a %s", p, originalField, original, length(original))
 	}
 	return p
 }
@@ -240,8 +240,8 @@ func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[str
 				Pod:      r.network(field+".remotePodCIDR", s.RemotePodCIDR),
 				External: r.network(field+".remoteExternalCIDR", s.RemoteExternalCIDR),
 			},
-			podSeen:      r.seen(field+".localNATPodCIDR", s.LocalNATPodCIDR, own.PodCIDR, "spec.podCIDR"),
-			externalSeen: r.seen(field+".localNATExternalCIDR", s.LocalNATExternalCIDR, own.ExternalCIDR, "spec.externalCIDR"),
+			podSeen:      r.answer(field+".localNATPodCIDR", s.LocalNATPodCIDR, own.PodCIDR, "spec.podCIDR"),
+			externalSeen: r.answer(field+".localNATExternalCIDR", s.LocalNATExternalCIDR, own.ExternalCIDR, "spec.externalCIDR"),
 		}
 		if p.Pod.IsValid() != p.External.IsValid() || p.Pod.Addr().BitLen() != p.External.Addr().BitLen() {
 			r.fail(field+".remoteExternalCIDR", "is %s, but remotePodCIDR is %s; want both of one family, or none",

@@ -141,13 +141,14 @@ func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	return room(n, a, bits-pool.Bits())
 }
 
-// room returns the number of networks that are free below both n and avoid, and whose prefixes have
-// bits more bits than the prefix of n. n and avoid are the nodes of the same network in two trees.
-func room(n, avoid *node, bits int) float64 {
+// room returns the number of networks that are free below both n and avoid, and whose prefixes are
+// longer than the prefix of n by depth bits. n and avoid are the nodes of the same network in two
+// trees.
+func room(n, avoid *node, depth int) float64 {
 	switch {
 	case n == nil && avoid == nil:
-		return math.Ldexp(1, bits)
-	case bits == 0 || n != nil && n.count > 0 || avoid != nil && avoid.count > 0:
+		return math.Ldexp(1, depth)
+	case depth == 0 || n != nil && n.count > 0 || avoid != nil && avoid.count > 0:
 		return 0
 	}
 	sum := 0.0
@@ -158,7 +159,7 @@ func room(n, avoid *node, bits int) float64 {
 				below[i] = parent.child[b]
 			}
 		}
-		sum += room(below[0], below[1], bits-1)
+		sum += room(below[0], below[1], depth-1)
 	}
 	return sum
 }

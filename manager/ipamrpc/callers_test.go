@@ -43,8 +43,8 @@ func newAuthority(t *testing.T) *authority {
 	return a
 }
 
-// sign makes a certificate for servers at 127.0.0.1 and for callers. If the authority has no key
-// yet, the certificate is its own.
+// sign makes a certificate for servers at 127.0.0.1 and for callers. The first one is the
+// certificate of the authority itself.
 func (a *authority) sign(name string) tls.Certificate {
 	a.t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

@@ -27,13 +27,13 @@ const maxNetworks = 32
 
 // An allocation is the content of one NetworkAllocation as last read or written.
 type allocation struct {
-	uid     types.UID
-	version string
-	since   int64 // the first version with the present networks, as far as we know
-	spec    isthmus.NetworkAllocationSpec
-	known   int64    // the object's revision when we first read it or last wrote it
-	cut     []string // networks for which the object has no more room; still to be freed
-	pending bool     // we wrote the object, but not yet the IpamStorage; until then, other managers do not adopt the object
+	uid      types.UID
+	version  string
+	since    int64 // the first version with the present networks, as far as we know
+	spec     isthmus.NetworkAllocationSpec
+	known    int64    // the object's revision when we first read it or last wrote it
+	overflow []string // removed networks that the object has no room to list; the next write frees them
+	pending  bool     // we wrote the object, but not yet the IpamStorage; until then, other managers do not adopt the object
 }
 
 // sinceWith returns the first version of the object that had the networks of current. A node that
@@ -60,7 +60,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 		was := before[o.Name]
 		// A version that we do not know, with our own session, is a write of ours whose answer was lost.
 		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
-		s.allocations[o.Name] = allocation{o.UID, o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.cut, pending}
+		s.allocations[o.Name] = allocation{o.UID, o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.overflow, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
 		for _, f := range o.Spec.Freed {
 			s.revision = max(s.revision, fabric.Revision(f.Revision, now))
@@ -118,24 +118,24 @@ func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[str
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
 		want := s.allocationOf(state, clusters[name])
-		removed := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
+		removed := without(slices.Concat(have.spec.Networks, have.overflow), want.Networks)
 		onlyFreed := addOnly && len(removed) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
 		if exists && onlyFreed || !exists && len(want.Networks) == 0 && want.Own == nil && want.Seen == nil {
 			continue
 		}
-		var cut []string
+		var overflow []string
 		if addOnly { // if there is too little room, networks of the State take precedence
 			place := max(0, min(len(removed), maxNetworks-len(want.Networks)))
 			for _, n := range removed[:place] {
 				want.Networks = append(want.Networks, n)
 				want.Held = append(want.Held, isthmus.HeldNetwork{Network: n, ReleasedAt: now})
 			}
-			cut, removed = removed[place:], nil
+			overflow, removed = removed[place:], nil
 		}
 		if want.ClusterID == "" {
 			want.ClusterID = have.spec.ClusterID
 		}
-		if err := s.writeAllocation(ctx, name, want, removed, cut); err != nil {
+		if err := s.writeAllocation(ctx, name, want, removed, overflow); err != nil {
 			failed = append(failed, fmt.Errorf("NetworkAllocation %s: %w", name, err))
 		}
 	}
@@ -160,9 +160,9 @@ func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocat
 	return state.Allocation(id)
 }
 
-// writeAllocation writes an object unless it is up to date. It frees the networks in removed. It
-// stores the networks in cut, so that the next write frees them.
-func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, removed, cut []string) error {
+// writeAllocation writes an object unless it is up to date. It frees the networks in removed. The
+// next write of the object frees those in overflow.
+func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, removed, overflow []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()
 	want.Revision, want.Session = have.Revision, have.Session
@@ -200,7 +200,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	if err != nil {
 		return err
 	}
-	s.allocations[name] = allocation{object.UID, object.ResourceVersion, was.sinceWith(object), want, want.Revision, cut, true}
+	s.allocations[name] = allocation{object.UID, object.ResourceVersion, was.sinceWith(object), want, want.Revision, overflow, true}
 	return nil
 }
 

@@ -98,7 +98,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 		own = configured.Own()
 	}
 	state = s.stateOf(own, all)
-	settled, given := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and peers that had other networks before
+	settled, restored := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and those of them that got the networks from it
 	for _, t := range traces {
 		had, has := state.AllocationOf(t.id)
 		switch {
@@ -113,7 +113,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 				s.log.Error("cannot restore an allocation that the IPAM state lacks", "object", t.object, "clusterID", t.id, "lacked", t.allocation, "error", err)
 				continue
 			}
-			state, settled[t.id], given[t.id] = next, true, true
+			state, settled[t.id], restored[t.id] = next, true, true
 			s.log.Warn("restored an allocation that the IPAM state lacked", "object", t.object, "clusterID", t.id, "lacked", t.allocation, "had", had)
 		}
 		if lost || !has {
@@ -122,7 +122,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	}
 	for i := range mappings.Items {
 		spec := &mappings.Items[i].Spec
-		if !lost && !given[spec.ClusterID] {
+		if !lost && !restored[spec.ClusterID] {
 			continue
 		}
 		for _, real := range slices.Sorted(maps.Keys(spec.ClusterMappings)) {
@@ -136,9 +136,8 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	return state, nil
 }
 
-// withAllocations holds the networks that are only in NetworkAllocations: nodes refuse them, and
-// the time of their release is unknown. Either the State has lost them, or a manager was stopped
-// before it freed them.
+// withAllocations holds the networks that NetworkAllocations list but the State lacks, because
+// nodes refuse them. Either the State has lost them, or a manager was stopped before it freed them.
 func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.State, error) {
 	now, err := s.Now(ctx)
 	if err != nil {
@@ -185,9 +184,9 @@ func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkCon
 			id:         spec.ClusterIdentity.ClusterID,
 			pod:        parse(spec.LocalPodCIDR),
 			external:   parse(spec.LocalExternalCIDR),
-			allocation: ipam.Allocation{Pod: seen(spec.RemoteNATPodCIDR, spec.RemotePodCIDR), External: seen(spec.RemoteNATExternalCIDR, spec.RemoteExternalCIDR)},
+			allocation: ipam.Allocation{Pod: natNetwork(spec.RemoteNATPodCIDR, spec.RemotePodCIDR), External: natNetwork(spec.RemoteNATExternalCIDR, spec.RemoteExternalCIDR)},
 		}
-		t.podSeen, t.externalSeen = seen(spec.LocalNATPodCIDR, spec.LocalPodCIDR), seen(spec.LocalNATExternalCIDR, spec.LocalExternalCIDR)
+		t.podSeen, t.externalSeen = natNetwork(spec.LocalNATPodCIDR, spec.LocalPodCIDR), natNetwork(spec.LocalNATExternalCIDR, spec.LocalExternalCIDR)
 		traces = append(traces, t)
 	}
 	slices.SortFunc(configs, func(a, b v1alpha1.NetworkConfig) int { return older(&a, &b) })
@@ -195,7 +194,7 @@ func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkCon
 		nc := &configs[i]
 		peer, labels := tenants[nc.Namespace], nc.Labels
 		t := trace{object: "NetworkConfig " + nc.Namespace + "/" + nc.Name, id: peer}
-		podSeen, externalSeen := seen(nc.Status.PodCIDRNAT, nc.Spec.PodCIDR), seen(nc.Status.ExternalCIDRNAT, nc.Spec.ExternalCIDR)
+		podSeen, externalSeen := natNetwork(nc.Status.PodCIDRNAT, nc.Spec.PodCIDR), natNetwork(nc.Status.ExternalCIDRNAT, nc.Spec.ExternalCIDR)
 		switch {
 		case peer == "":
 			continue
@@ -218,10 +217,10 @@ func older(a, b client.Object) int {
 	return cmp.Or(a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
-// seen parses the NAT field nat. The literal None stands for the original network, own.
-func seen(nat, own string) netip.Prefix {
+// natNetwork parses the NAT field nat. The literal None stands for the original network.
+func natNetwork(nat, original string) netip.Prefix {
 	if nat == v1alpha1.None {
-		nat = own
+		nat = original
 	}
 	return parse(nat)
 }

@@ -26,12 +26,12 @@ const (
 // A drain is the state of draining one Peering. The zero value means that draining has not begun.
 type drain struct {
 	begun     time.Time
-	withdrawn time.Time // time since which neither cluster has services of the other; zero if a cluster still has some
+	withdrawn time.Time // when the last shared service was withdrawn; zero: a cluster still has one
 }
 
-// next returns the state at the time now, and the remaining time for which the tunnel has to stay.
-// shared is true while one cluster still has services of the other.
-func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
+// update returns the state at the time now, and the remaining time for which the tunnel has to
+// stay. shared is true while one cluster still has services of the other.
+func (d drain) update(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now
 	}
@@ -59,7 +59,7 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 	if d.byPeering == nil {
 		d.byPeering = make(map[types.UID]drain)
 	}
-	d.byPeering[id], left = d.byPeering[id].next(now, shared)
+	d.byPeering[id], left = d.byPeering[id].update(now, shared)
 	if left == 0 {
 		delete(d.byPeering, id)
 	}

@@ -20,7 +20,7 @@ func TestTunnelStaysWhileServicesAreDrained(t *testing.T) {
 		var d drain
 		for _, s := range step {
 			var left time.Duration
-			if d, left = d.next(at.Add(s.after), s.shared); left != s.left {
+			if d, left = d.update(at.Add(s.after), s.shared); left != s.left {
 				t.Errorf("%v: after %v %v is left, want %v", step, s.after, left, s.left)
 			}
 		}

@@ -48,8 +48,8 @@ type Peer struct {
 	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer. It
 	// is empty if Liqo's crd-replicator copies the objects.
 	IdentitySecret string
-	// Leaving is true while the peering is taken down. No new objects are then made for it. Forced
-	// is true if the teardown no longer waits for the peer.
+	// Leaving is true while the peering is taken down: no new objects are made for the peer. Forced
+	// is true if the teardown does not wait for the peer.
 	Leaving, Forced bool
 	// Left is the time when Leaving became true.
 	Left time.Time
@@ -63,8 +63,8 @@ type Peer struct {
 // Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. Then the tunnel
-// closes, and with it the only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. After that
+// time the tunnel closes, which is the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }

@@ -23,7 +23,7 @@ const (
 	// looksBurst is enough for all services that a peer can have.
 	looksBurst = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                   // the priority of such a peer's services, even while a manager starts
+	behindOthers = handler.LowPriority - 1                   // priority of such a peer's services; a starting manager uses LowPriority for all others
 	looksPause   = looksBurst / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 

@@ -261,13 +261,14 @@ func part(s isthmus.ExportedService) float64 {
 	return max(1./isthmus.MaxExportedServices, float64(count(s))/isthmus.MaxExportedEndpoints, float64(octets(s))/maxOctets)
 }
 
-// share is the fraction of a shard that each namespace may use before other namespaces get more.
+// share is the fraction of a shard that each namespace may use before shardsOf distributes the rest
+// of the shard.
 const share = 1. / 4
 
 // shardsOf distributes exports over PeerServices. The keys of shards are object names. The number
-// of services, endpoints and octets in each shard is bounded. Older exports get their place first,
-// but those beyond the share of their namespace get theirs last. omitted lists the exports without
-// a place.
+// of services, endpoints and octets in each shard is bounded. Older exports get their place first.
+// Exports beyond the share of their namespace come after all others. omitted lists the exports
+// without a place.
 func shardsOf(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {

@@ -135,7 +135,7 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 		if shard := ShardOf(key); shard != object.Name { // a service in the wrong object is never reconciled
 			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs in PeerServices " + shard}}}
 		} else if !looked {
-			return ctrl.Result{}, nil // reconciling the service requests this again
+			return ctrl.Result{}, nil // a.answers gets this request again when the service has been reconciled
 		}
 		if len(o.refusals) == 0 {
 			continue

@@ -136,7 +136,7 @@ func (c *Controller) offeredBy(ctx context.Context, tenant string) (all []reconc
 }
 
 // displaced returns the request for the service whose derived Service has the given name. It does
-// not use LabelService, because a foreign Service with that name does not have it.
+// not use LabelService, because a foreign Service with that name lacks the label.
 func (c *Controller) displaced(k Key) (all []reconcile.Request) {
 	if !strings.HasPrefix(k.Name, derivedPrefix) {
 		return nil

@@ -14,9 +14,9 @@ const FinalizerPeering = "isthmus.net/peering"
 // peer. Our objects at the peer stay in place, and an Event names them.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// ForceCarried is the other value of AnnotationForce. `isthmus unpeer` sets it in both clusters,
-// and removes our objects at the peer itself, if the manager could reach the peer only through the
-// tunnel.
+// ForceCarried is the other value of AnnotationForce. `isthmus unpeer` sets it in both clusters if
+// the managers reach each other only through the tunnel. The command then removes the objects at
+// the peers itself.
 const ForceCarried = "carried"
 
 // AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to
@@ -78,8 +78,8 @@ const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
 // gateways, separated by commas; at present there is only one. Route agents use this address
-// instead of the status of each TunnelEndpoint, unless it belongs to a Pod with hostNetwork or to
-// no gateway Pod.
+// instead of the status of each TunnelEndpoint. They ignore the address of a Pod with hostNetwork,
+// and one that belongs to no gateway Pod.
 const AnnotationGateways = "isthmus.net/gateways"
 
 // AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write.

@@ -22,7 +22,7 @@
 // The rules use the IP and CIDR functions of CEL, which API servers have since Kubernetes 1.31.
 // They check the form of a value. Package fabric and the manager check whether the value conflicts
 // with the networks of this cluster and of other peers. A program that reads these objects from
-// files has to check the form itself, because no API server did.
+// files has to check the form itself, because no API server has checked them.
 // +kubebuilder:object:generate=true
 // +groupName=net.liqo.io
 package v1alpha1

@@ -58,7 +58,7 @@ const (
 	CauseNotApplied   = "NotApplied"   // the kernel of the gateway's node refuses a part of the peer's configuration
 	CauseEndpointName = "EndpointName" // the DNS name of the peer's gateway resolves to no permitted address
 	CauseSendError    = "SendError"    // the kernel cannot send to the peer; the message has its error
-	CauseWrongKey     = "WrongKey"     // handshakes from the peer's address use a key that is not the peer's, or are for a key that is not ours
+	CauseWrongKey     = "WrongKey"     // handshakes from the peer's address are for another key than ours, or from another key than the peer's
 	CauseAnswersLost  = "AnswersLost"  // the peer's handshakes arrive here, but our answers do not reach the peer
 	CauseNoAnswer     = "NoAnswer"     // the peer never answered
 
