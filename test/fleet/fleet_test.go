@@ -160,9 +160,11 @@ func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
 	return nil
 }
 
-// firstPing sends echo requests until one gets an answer, at first every 100 ms, later less often.
-// It returns the time until the answer.
+// firstPing sends echo requests until one gets an answer, at first every 100 ms, later less often,
+// and for two minutes at most. It returns the time until the answer.
 func firstPing(ctx context.Context, from *lab.Host, to func() (netip.Addr, error)) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
+	defer cancel()
 	begin := time.Now()
 	for wait := 100 * time.Millisecond; ; {
 		addr, err := to()
