@@ -122,8 +122,8 @@ func TestSelfReportedGatewayGetsTheSameRules(t *testing.T) {
 	}
 }
 
-// A failover changes the MAC address of one next hop, and no route, however many networks there
-// are. The filter accepts both gateways before and after it.
+// A failover changes only the MAC address of one next hop. It changes no route, however many
+// networks there are. The filter accepts both gateways before and after it.
 func TestGatewayFailoverChangesNoRoute(t *testing.T) {
 	before, after := oneGateway(t, "n3", "10.244.1.254"), oneGateway(t, "n3", "10.244.2.254")
 	for i := range 100 {

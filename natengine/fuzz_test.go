@@ -411,9 +411,9 @@ func (s *pieces) open(t *testing.T) {
 	}
 }
 
-// send sends at most n octets of the datagram, starting at off. The bits of changes alter
-// the piece: bit 0 changes octets, bit 1 uses another port of ours, bit 2 sends a second later,
-// bit 3 uses another identification, bit 4 inverts the More bit.
+// send sends at most n octets of the datagram, starting at off. Each bit of the
+// parameter changes alters the piece: bit 0 changes octets, bit 1 uses another port of ours, bit 2
+// sends a second later, bit 3 uses another identification, bit 4 inverts the More bit.
 func (s *pieces) send(t *testing.T, off, n int, changes byte) {
 	p := packettest.MustDecode(s.whole)
 	data := slices.Clone(s.whole[p.TransportOffset:])

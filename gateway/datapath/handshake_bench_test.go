@@ -9,8 +9,8 @@ import (
 )
 
 // BenchmarkHandshakeRefused measures the inbound goroutine's work for one initiation of a flood.
-// The initiation was made for another key, exceeds the budget of its source, or in addition
-// carries a wrong cookie.
+// The initiation is for another key (key), exceeds the budget of its source (budget), or exceeds it
+// while the device asks for cookies, and carries a wrong one (cookie).
 func BenchmarkHandshakeRefused(b *testing.B) {
 	// The tunnel is not up, so nothing takes messages from the queue.
 	d := newDevice(b, newScript(), newEngine(b), datapath.Options{})

@@ -204,9 +204,9 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 	})
 }
 
-// Answers are sent to the source of the last message. So a message from an address where no
-// gateway of a peer can be is dropped, regardless of its content, and does not change the
-// peer's endpoint.
+// Answers are sent to the source of the last message. So the device drops a
+// message if no gateway of a peer can be at its source address. The message does not change the
+// peer's endpoint, regardless of its content.
 func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")

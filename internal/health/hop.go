@@ -132,8 +132,8 @@ var StepNames = map[string]string{
 	isthmus.ConditionReady: "peering",
 }
 
-// followsWithdrawal are the reasons that a tunnel has after the peer removed it because our
-// NetworkConfig was missing there.
+// followsWithdrawal are the reasons that our tunnel reports after the peer removed the tunnel. The
+// peer removes it if our NetworkConfig is missing there.
 var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
 
 // followsSetup are the reasons that a Peering has when the peer lacks a part of its setup, such

@@ -23,10 +23,9 @@ import (
 // This file has the checks and reads that precede all writes: the reasons to refuse an
 // installation, and the values of an installation that remembers none.
 
-// olderValues returns the values that an existing installation visibly uses but does not
-// remember, because it is old or was made with kubectl. It returns nil if there is no
-// installation. With the defaults instead of these values, the address that peers use might
-// change.
+// olderValues reads values from the objects of an installation that has no stored values, because
+// it is old or was made with kubectl. It returns nil if there is no installation. With the defaults
+// instead of these values, the address that peers use might change.
 func olderValues(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}

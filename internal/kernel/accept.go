@@ -155,8 +155,8 @@ func (a Accept) command(remove bool, _ string) string {
 	return strings.Join(a.format(rule, "-i isthmus+", "-o isthmus+", "-s ", "-d ", "-p "), "; ")
 }
 
-// format returns the rules as text. The arguments are the words of a program for a rule and its
-// matches.
+// format returns the rules as text. rule is the format of one rule. The other arguments are the
+// words that a program writes before each match, such as "-s ".
 func (a Accept) format(rule, in, out, source, destination, protocol string) (all []string) {
 	for _, r := range a.Rules() {
 		var matches []string

@@ -238,7 +238,7 @@ func portOf(a net.Addr) uint16 {
 	return addr.Port()
 }
 
-// run performs the requests in an HTTP request.
+// run performs the Requests in the body of r, and responds with the Results.
 func run(w http.ResponseWriter, r *http.Request) {
 	var requests []Request
 	if err := json.NewDecoder(io.LimitReader(r.Body, 1<<20)).Decode(&requests); err != nil || len(requests) > maxRequests {

@@ -291,7 +291,7 @@ type otherGateway struct {
 	leaving      bool       // the Pod is being deleted, so the other gateway will not take the Lease
 	answered     bool       // the other gateway has answered at least once
 	last         account    // last answer of the other gateway; age is not set
-	sent         time.Time  // time at which the question of the last answer was sent
+	sent         time.Time  // time at which this gateway sent the question that last answers
 	promised     time.Time  // end of this gateway's promise to leave the Lease to the other one
 	missed       int        // unanswered questions in a row while the API server answered without listing the Pod
 	open         map[nonce]time.Time
