@@ -300,7 +300,7 @@ func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byt
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// showInner shows an outbound packet as it is inside the tunnel, and reports whether the capture
+// showInner shows an outbound packet in its form inside the tunnel, and reports whether the capture
 // wants it. translated is true if the packet is a part of the packet that passed the engine last;
 // then showInner does not check the packet's ends again.
 func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bool {

@@ -529,7 +529,7 @@ func TestFilterHoldsTheAddressesOfTheLargestCluster(t *testing.T) {
 }
 
 // Elements of a set are queried one by one, so that a change of one element does not read thousands
-// of others.
+// of unchanged elements.
 func TestSetElementsAreQueriedOneByOne(t *testing.T) {
 	n := open(t, RouteAgent)
 	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
