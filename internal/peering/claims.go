@@ -230,8 +230,6 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 // show reports which networks s uses for its peer's advertised networks, and the reason.
 func (s *side) show(report func(string)) {
 	n := s.peering.Status.Remote
-	own := strings.NewReplacer("our PodCIDR", "the PodCIDR of "+s.Cluster.String(),
-		"our ServiceCIDR", "the ServiceCIDR of "+s.Cluster.String(), "our ExternalCIDR", "the ExternalCIDR of "+s.Cluster.String())
 	for _, network := range []struct{ what, own, here, why string }{
 		{"podCIDR", n.PodCIDR, n.PodCIDRSeen, n.PodCIDRWhy}, {"externalCIDR", n.ExternalCIDR, n.ExternalCIDRSeen, n.ExternalCIDRWhy},
 	} {
@@ -242,9 +240,9 @@ func (s *side) show(report func(string)) {
 		if network.here == network.own {
 			as = "unchanged"
 		}
-		line := fmt.Sprintf("%s uses the %s of %s, %s, %s", s.Cluster, network.what, s.peer.Cluster, safetext.Of(network.own), as)
+		line := fmt.Sprintf("%s: uses the %s of %s, %s, %s", s.Cluster, network.what, s.peer.Cluster, safetext.Of(network.own), as)
 		if network.why != "" {
-			line += ": " + safetext.Of(own.Replace(network.why))
+			line += ": " + safetext.Of(network.why)
 		}
 		report(line)
 	}

@@ -54,7 +54,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 
 	claim.External = netip.MustParsePrefix("10.61.0.0/20")
 	must(t, agree(p.B.Identity.UniqueName(), claim))
-	clustertest.Contains(t, p.Reported(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a uses the podCIDR of consent-b, 10.60.0.0/20, unchanged")
+	clustertest.Contains(t, p.Reported(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a: uses the podCIDR of consent-b, 10.60.0.0/20, unchanged")
 	before := peeringOf(t, p)
 	if before.Spec.Claims.Consent == nil || *before.Spec.Claims.Consent != (isthmus.Consent{PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20"}) {
 		t.Errorf("the Peering has %+v", before.Spec.Claims.Consent)

@@ -42,8 +42,8 @@ func TestPeerReportsEachStepAndIsIdempotent(t *testing.T) {
 		t.Errorf("want 9 objects on each side: %v", before)
 	}
 	must(t, peerUp(t, p))
-	const again = `story-a uses the podCIDR of story-b, 10.60.0.0/20, unchanged: it is in private space
-story-b uses the podCIDR of story-a, 10.60.0.0/20, unchanged: it is in private space
+	const again = `story-a: uses the podCIDR of story-b, 10.60.0.0/20, unchanged: it is in private space
+story-b: uses the podCIDR of story-a, 10.60.0.0/20, unchanged: it is in private space
 story-a and story-b are peered already, nothing changed`
 	if reported := p.Reported(); reported != again {
 		t.Errorf("the second time it says\n%s", reported)
