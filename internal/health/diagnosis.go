@@ -165,8 +165,8 @@ func (d *Diagnosis) Print(w io.Writer) error {
 
 func (h *Hop) print(w io.Writer) {
 	since := ""
-	if h.Since != nil && !h.Since.IsZero() && h.State != Works {
-		since = " (noticed at " + h.Since.UTC().Format(time.RFC3339) + ")"
+	if h.Since != nil && !h.Since.IsZero() && h.State == Broken {
+		since = " (broken since " + h.Since.UTC().Format(time.RFC3339) + ")"
 	}
 	text := h.Text
 	if h.Reason != "" && h.State != Works {

@@ -144,7 +144,7 @@ func TestDiagnosisPrintsTheExpectedText(t *testing.T) {
 	const want = `a
   manager          works    m-1 is active
 a, b-1a2b3c\u001b
-  tunnel           broken   WrongKey: another key (noticed at 2026-11-22T12:00:00Z)
+  tunnel           broken   WrongKey: another key (broken since 2026-11-22T12:00:00Z)
 not checked: the other side
 
 broken: a: tunnel: WrongKey: another key
