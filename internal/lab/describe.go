@@ -36,7 +36,7 @@ func (l *Lab) Describe(w io.Writer) error {
 	for _, c := range l.Clusters {
 		for i, n := range c.Nodes {
 			what := "node"
-			if i == 0 {
+			if i == 0 && !c.bare { // in a bare cluster Kubernetes places the gateway
 				what = "node with the gateway"
 			}
 			line(c, n.Host, what, n.Addr)
