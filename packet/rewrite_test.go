@@ -177,16 +177,15 @@ func TestIncrementalChecksumsEqualAFullComputation(t *testing.T) {
 func TestPortUpdateIsCorrectForEveryChecksum(t *testing.T) {
 	var v packet.View
 	b := packettest.Build(ip4(), packettest.TCP{SrcPort: 1, DstPort: 2})
-	for old := 0; old <= 0xffff; old += 0x55 {
-		for _, new := range []uint16{0, 1, 0x7fff, 0x8000, 0xfffe, 0xffff, uint16(old), ^uint16(old)} {
-			copy(b, packettest.Build(ip4(), packettest.TCP{SrcPort: uint16(old), DstPort: 2}))
-			if err := v.Parse(b, packet.ChecksumComplete); err != nil {
-				t.Fatal(err)
-			}
-			v.SetSrcPort(new)
-			if want := packettest.Build(ip4(), packettest.TCP{SrcPort: new, DstPort: 2}); !bytes.Equal(b, want) {
-				t.Fatalf("%#04x to %#04x: got %x want %x", old, new, b, want)
-			}
+	for old := range 1 << 16 { // the checksum takes each value once
+		new := []uint16{0, 1, 0x8000, 0xffff, ^uint16(old)}[old%5]
+		copy(b, packettest.Build(ip4(), packettest.TCP{SrcPort: uint16(old), DstPort: 2}))
+		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+			t.Fatal(err)
+		}
+		v.SetSrcPort(new)
+		if want := packettest.Build(ip4(), packettest.TCP{SrcPort: new, DstPort: 2}); !bytes.Equal(b, want) {
+			t.Fatalf("%#04x to %#04x: got %x want %x", old, new, b, want)
 		}
 	}
 }
