@@ -551,7 +551,7 @@ func TestWriteAnswersPingsToTheEndpoint(t *testing.T) {
 	}
 }
 
-func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
+func TestWriteDeliversEachDatagramOfARunSeparately(t *testing.T) {
 	link := newScript()
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {

@@ -567,7 +567,7 @@ func TestReceiverGetsTheFlowsOfTheSender(t *testing.T) {
 	}
 }
 
-func TestFlowsFromAStandbyDoNotReplaceACopy(t *testing.T) {
+func TestAKeeperReplacesItsFlowsOnlyWithThoseOfTheActiveGateway(t *testing.T) {
 	flows := randomFlows(t)
 	k := NewKeeper()
 	tell := func(active bool, age time.Duration, n int) int {

@@ -18,7 +18,7 @@ import (
 )
 
 // During a rolling upgrade of the managers, nobody holds their Lease for some seconds.
-func TestAManagerIsNotBrokenDuringARollout(t *testing.T) {
+func TestAManagerIsNotReportedAsBrokenDuringARollout(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "rollout")
 	_, err := peering.Peer(t.Context(), p.A, p.B, peering.PeerOptions{Timeout: clustertest.Patient, Report: p.Report})

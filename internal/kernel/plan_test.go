@@ -112,7 +112,7 @@ func TestPlanRecreatesAnUnchangeableDevice(t *testing.T) {
 }
 
 // With returns the state that a complete read of the kernel would return after the additions.
-func TestStateWithAdditionsEqualsACompleteRead(t *testing.T) {
+func TestWithEqualsAReadAfterTheAdditions(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	routes := func(n int) (all []Route) {
 		seen := make(map[Route]bool)
