@@ -1,4 +1,4 @@
-# `make` lists the targets. Everything CI does is `make test`; nothing is done anywhere else.
+# `make` lists the targets. CI runs `make test` and nothing else.
 
 VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 FUZZTIME ?= 30s
@@ -11,7 +11,7 @@ GOLANGCI := $(BIN)/tools/golangci-lint
 FORK     := $(BIN)/tools/tailscale-wireguard-go
 COMPARE  := go run ./benchmarks/compare -isthmus $(BIN)/isthmus -tailscale $(FORK)
 
-# One static binary. The race detector is the only thing here that needs cgo, and `make test` switches it on there alone.
+# Binaries are static. Only the race detector needs cgo; `make test` enables cgo for these tests.
 export CGO_ENABLED = 0
 
 .DEFAULT_GOAL := help
@@ -24,7 +24,7 @@ build: ## Build bin/isthmus and bin/isthmus-lab, static and reproducible
 	@mkdir -p $(BIN)
 	@internal/tools/progress.sh -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ ./cmd/isthmus ./cmd/isthmus-lab
 
-# Everything in the image has the time of the commit, so that each build of it is the same.
+# All files in the image have the time of the commit, so that the build is reproducible.
 PLATFORMS ?= linux/amd64,linux/arm64
 IMAGE     ?= ghcr.io/isthmus-net/isthmus:$(VERSION)
 CREATED   := $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
@@ -32,7 +32,7 @@ CTR       ?= ctr -n k8s.io
 comma     := ,
 
 .PHONY: image
-image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,linux/arm64), named IMAGE; nothing but Go is needed
+image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,linux/arm64), named IMAGE; needs only Go
 	@mkdir -p $(BIN)/image
 	@set -e; for p in $(subst $(comma), ,$(PLATFORMS)); do GOOS=$${p%/*} GOARCH=$${p#*/} internal/tools/progress.sh \
 		-trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/image/$${p%/*}-$${p#*/}/isthmus ./cmd/isthmus; done
@@ -44,7 +44,7 @@ image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,l
 image-load: ## Import bin/isthmus-image.tar into containerd, by the command CTR ("ctr -n k8s.io")
 	$(CTR) images import $(BIN)/isthmus-image.tar
 
-# Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
+# The target checks for root and TUN before it builds anything, and prints what it builds and how long that takes.
 .PHONY: demo
 demo: ## Clusters with the same PodCIDR on this machine: two joined by files, three with API servers, with real traffic (root)
 	@if [ "$$(id -u)" -ne 0 ]; then \
@@ -59,21 +59,21 @@ demo: ## Clusters with the same PodCIDR on this machine: two joined by files, th
 	@$(BIN)/isthmus-lab demo
 
 .PHONY: test
-test: deps ## Everything CI runs: generated files, vet, lint, all tests, with -race where goroutines share something (as root: in namespaces too)
+test: deps ## Everything CI runs: generated files, vet, lint, all tests, with -race where goroutines share data (as root: also in namespaces)
 	@go run ./internal/ci
 
 .PHONY: kube
-kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 to 8 minutes, once)
+kube: ## Build etcd and kube-apiserver for the tests and the demo, if missing (4 to 8 minutes, once)
 	@go run ./cmd/isthmus-lab kube
 
-# The control plane's tests by ISTHMUS_KUBE, which names the programs that they start.
+# The tests start the programs in the directory ISTHMUS_KUBE.
 .PHONY: test-oldest
 test-oldest: ## Tests of the control plane on Kubernetes 1.31 (builds it once, 4 to 9 minutes)
 	@ISTHMUS_KUBE=$$(go run ./cmd/isthmus-lab kube --oldest) && export ISTHMUS_KUBE || exit; failed=0; \
 	go test -count=1 -timeout=45m ./manager/... ./internal/peering ./internal/install ./internal/uninstall ./internal/inspect ./internal/place ./internal/source/kube || failed=1; \
 	go test -C test -count=1 -timeout=45m ./control ./crd || failed=1; exit $$failed
 
-# What clusters with real nodes need besides: their programs, from source and from Debian.
+# Clusters with real nodes need these commands; each is followed by its Debian package.
 NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack kubectl:kubernetes-client
 
 .PHONY: deps-nodes
@@ -83,7 +83,7 @@ deps-nodes: ## Install containerd and CNI plugins, and build kubelet and the oth
 	if [ -n "$$missing" ]; then \
 		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then echo "not installed:$$missing"; exit 1; fi; \
 		echo "installing for the nodes: apt-get install$$missing"; apt-get update -qq; \
-		: "packages start servers where there is systemd; nodes start containerd themselves"; \
+		: "nodes start containerd themselves"; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
 	@go run ./cmd/isthmus-lab kube --nodes
 
@@ -95,7 +95,7 @@ demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, p
 test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults, upgrade and uninstall (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./nodes -all
 
-# What the suite's pods run, from Debian: there is no registry to get the suite's images from.
+# The suite's pods run these commands, from Debian packages, because the suite's images need a registry.
 MCS := socat:socat nc.openbsd:netcat-openbsd nslookup:bind9-dnsutils
 
 .PHONY: deps-mcs
@@ -106,7 +106,8 @@ deps-mcs: deps-nodes ## Install socat, nc and nslookup, which the pods of the Mu
 		echo "installing for the suite: apt-get install$$missing"; apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
 
-# The suite's module is not published: SUITE is a checkout of https://github.com/kubernetes-sigs/mcs-api. RUN picks runs.
+# The suite's module is not published, so SUITE is a checkout of https://github.com/kubernetes-sigs/mcs-api.
+# RUN selects runs by a regular expression.
 SUITE ?=
 RUN   ?=
 
@@ -120,7 +121,7 @@ test-cni: build deps kube ## Test Isthmus beside the pod network of each CNI, wi
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
 .PHONY: test-votes
-test-votes: ## Search millions of states of gateways and voters for two active gateways, and for each deliberate bug (an hour or two)
+test-votes: ## Search millions of states of gateways and voters for two active gateways, and check that the search finds each deliberate bug (one to two hours)
 	go test -count=1 -timeout=4h ./internal/mandate -whole -most 4000000
 
 SOAK ?= 4h
@@ -129,9 +130,9 @@ SOAK ?= 4h
 soak: build deps kube ## Run three clusters for SOAK with traffic and changes, and check that memory, goroutines, descriptors, flows and objects do not grow (root)
 	go test -C test -count=1 -timeout=0 -v ./fleet -run '^TestSoak$$' -soak $(SOAK)
 
-# qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
-# pairs of gateways are those of gateway/datapath (TestTwoGateways...), with TUN and UDP in memory. The kernel's count
-# of lost datagrams does not pass through it, either.
+# qemu's user mode does not support netlink for nftables and policy rules, so no gateway runs in a namespace.
+# The tests of gateway/datapath (TestTwoGateways...) connect pairs of gateways with TUN and UDP in memory. qemu also
+# does not pass on the kernel's count of lost datagrams, which the skipped test reads.
 ARM64      := ./packet/... ./natengine/... ./fabric ./internal/diff ./internal/keyring ./internal/postquantum ./gateway/bind ./gateway/check ./gateway/datapath ./gateway/flowsync ./gateway/tun ./manager/ipam
 ARM64_SKIP := ^TestDatagramsWithoutBufferSpaceAreCounted$$
 
@@ -176,7 +177,7 @@ lint: $(GOLANGCI) ## golangci-lint over both modules; links, words and widths of
 	$(GOLANGCI) run --allow-parallel-runners ./...
 	cd test && ../$(GOLANGCI) run --allow-parallel-runners --config ../.golangci.yml ./...
 
-# Not a part of `make test`: the answer depends on the database of the day, and needs https://vuln.go.dev.
+# `make test` does not include this target: its result depends on the current database at https://vuln.go.dev.
 GOVULNCHECK := $(BIN)/tools/govulncheck
 VULNDB      ?= https://vuln.go.dev
 
@@ -193,7 +194,7 @@ $(GOVULNCHECK): internal/tools/go.mod internal/tools/go.sum
 	@mkdir -p $(@D)
 	go build -C internal/tools -o $(CURDIR)/$@ golang.org/x/vuln/cmd/govulncheck
 
-# The linter is built from the tools' own module: its dependencies never meet ours.
+# The linter is built from a separate module, so its dependencies do not affect those of Isthmus.
 $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	@echo "building golangci-lint, once (about a minute and a half on two cores)"
 	@mkdir -p $(@D)
@@ -214,7 +215,7 @@ bench-check: build deps ## Fail if the ratios to wireguard-go are worse than tho
 bench-record: build deps ## Add a run to benchmarks/compare.json, from which bench-check knows the normal variation of the ratios (root, 4 minutes)
 	@$(COMPARE) -rounds 5 -duration 1s -record benchmarks/compare.json
 
-# Tailscale's fork of wireguard-go, a peer of the comparison, from a module of its own.
+# The comparison includes Tailscale's fork of wireguard-go, built from a separate module.
 $(FORK): benchmarks/tailscale/go.mod benchmarks/tailscale/main.go
 	go build -C benchmarks/tailscale -o $(CURDIR)/$@ .
 
@@ -226,7 +227,7 @@ fuzz: ## Run each fuzz target of the packages FUZZ (all) for FUZZTIME (30s), and
 generate: ## Regenerate generated files (deepcopy, CRDs, the IPAM's protocol, reference pages)
 	go generate ./...
 
-# Compared with the files as they were, not with git: uncommitted work is not an error, stale output is.
+# The target compares with the files from before, not with git, so uncommitted changes are no error.
 .PHONY: generate-check
 generate-check: ## Fail if `make generate` would change a file
 	@set -e; before=$$(mktemp); after=$$(mktemp); trap 'rm -f "$$before" "$$after"' EXIT; \
@@ -235,17 +236,17 @@ generate-check: ## Fail if `make generate` would change a file
 	if ! diff "$$before" "$$after" | sed -n 's/^[<>] [0-9a-f]*  /  /p' | sort -u | grep .; then exit 0; fi; \
 	echo "the files above were not up to date: run 'make generate' and commit them"; exit 1
 
-# Each command the tests call, and the Debian package that has it.
+# Each command that tests call, and its Debian package.
 COMMANDS := nft:nftables iptables:iptables wireguard-go:wireguard-go turnserver:coturn gcc:gcc tshark:tshark
 
 .PHONY: deps
-deps: ## Install the Debian packages that tests need, where missing and allowed
+deps: ## Install missing Debian packages that tests need, if the user is root
 	@missing=; for c in $(COMMANDS); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
 		echo "not installed:$$missing; the tests that need them will be skipped ('sudo make deps' on Debian installs them)"; exit 0; fi; \
 	case "$$missing" in *gcc*) missing="$$missing libc6-dev";; esac; \
-	case "$$missing" in *coturn*) : "its package would start a server on all addresses; masked, it does not"; \
+	case "$$missing" in *coturn*) : "the package starts a server on all addresses unless its unit is masked"; \
 		unit=/etc/systemd/system/coturn.service; [ -e $$unit ] || ! [ -d $${unit%/*} ] || ln -sfn /dev/null $$unit;; esac; \
 	echo "installing for the tests: apt-get install$$missing"; \
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null

@@ -1,8 +1,8 @@
 #!/bin/bash
-# fuzz.sh TIME [PACKAGE...] runs every fuzz target of both modules for TIME, one after the other, and prints a table: how often
-# it ran, inputs that reached something new, inputs in all, seconds, and how much of its package the inputs cover. What was
-# found in earlier runs counts: it lives in Go's build cache, in $(go env GOCACHE)/fuzz. A target that fails does not stop the
-# others; its input is in testdata/fuzz of its package, to be committed with the fix.
+# fuzz.sh TIME [PACKAGE...] runs every fuzz target of both modules for TIME, one after the other, and prints a table: the
+# number of executions, of inputs that reached new code and of all inputs, the seconds, and the coverage of the package. It
+# includes inputs of earlier runs, which Go stores in $(go env GOCACHE)/fuzz. A target that fails does not stop the others.
+# Go writes the failing input to testdata/fuzz of the package; commit it with the fix.
 set -u
 time=$1
 shift
@@ -14,8 +14,8 @@ trap 'rm -rf "$work"' EXIT
 mkdir "$work/all"
 failed=0
 
-# cover DIR PACKAGE TARGET runs the inputs of a target once and prints what they cover of the package. Go reads inputs from
-# testdata only, so they are put together in a directory of their own.
+# cover DIR PACKAGE TARGET runs the inputs of a target once and prints their coverage of the package. Go reads inputs from
+# testdata only, so the function copies all inputs to one such directory.
 cover() {
 	local at=$work/inputs data=$work/data inputs
 	rm -rf "$at" "$data"
@@ -34,7 +34,7 @@ for dir in "$root" "$root/test"; do
 	packages=$(go -C "$dir" list "${@:-./...}" 2>/dev/null) || continue
 	for pkg in $packages; do
 		targets=$(go -C "$dir" test -list '^Fuzz' "$pkg" | grep '^Fuzz') || continue
-		what=$pkg # what is covered; a package of tests alone tests the parser
+		what=$pkg # package whose coverage is measured; packages in test/ test the parser
 		[ "$dir" = "$root" ] || what=$module/packet
 		go -C "$dir" test -c -cover -coverpkg="$what" -o "$work/binary" "$pkg" || failed=1
 		for target in $targets; do
@@ -51,6 +51,6 @@ done
 echo
 cat "$work/table"
 echo
-echo "covered by all of them together:"
+echo "coverage by all targets together:"
 go tool covdata percent -i="$work/all"
 exit $failed

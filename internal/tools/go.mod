@@ -1,14 +1,13 @@
-// The tools of this repository, pinned. They live in a module of their own so
-// that nothing of what they import weighs on the main go.mod. Run them from
-// the root of the repository:
+// This module pins the tools of the repository. It is separate, so that their dependencies do not
+// become dependencies of Isthmus. Run a tool from the root of the repository:
 //
 //	go tool -modfile=internal/tools/go.mod controller-gen --version
 module github.com/isthmus-net/isthmus/internal/tools
 
 go 1.26.0
 
-// govulncheck v1.9.0 asks for a telemetry version that the public module proxy
-// does not serve (403, checked 2026-11); the one before it is there.
+// govulncheck v1.9.0 requires a version of telemetry that the public module proxy does not serve
+// (403, checked 2026-11), so this is the version before it.
 replace golang.org/x/telemetry v0.0.0-20261010193011-f71dc92da45e => golang.org/x/telemetry v0.0.0-20261009151841-97e8ea77aa2a
 
 tool (
@@ -18,7 +17,7 @@ tool (
 	sigs.k8s.io/controller-tools/cmd/controller-gen
 )
 
-// Of protogo, which is built from source here.
+// protogo, which is built from source, needs these.
 require (
 	github.com/bufbuild/protocompile v0.14.1
 	google.golang.org/protobuf v1.36.12

@@ -1,6 +1,6 @@
 #!/bin/sh
-# progress.sh ARG... runs `go build -v ARG...` and prints its progress every few seconds, so that a slow build does not look
-# like a hanging one. It prints the compiler's messages, too.
+# progress.sh ARG... runs `go build -v ARG...` and prints its progress every few seconds, to show that a slow build has not
+# stopped. It also prints the compiler's messages.
 { go build -v "$@" 2>&1 || echo "build failed"; } | {
 	modules=0 packages=0 last=$(date +%s)
 	while IFS= read -r line; do

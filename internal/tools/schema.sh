@@ -1,6 +1,7 @@
 #!/bin/sh
-# schema.sh keeps deploy/crds/SCHEMA: a number that grows with each change of the custom resource definitions, and their
-# digest. By the number `isthmus install` sees that a cluster has newer ones. `make generate` runs it after the generator.
+# schema.sh updates deploy/crds/SCHEMA: a number that grows with each change of the custom resource definitions, and
+# their digest. `isthmus install` compares the number with that of the cluster's definitions, and does not replace newer
+# ones. `make generate` runs the script after the generator.
 set -e
 export LC_ALL=C
 cd "$(dirname "$0")/../../deploy/crds"

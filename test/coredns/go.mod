@@ -1,4 +1,5 @@
-// CoreDNS, for test clusters whose pods resolve names. A module of its own, so that what CoreDNS needs meets nothing else.
+// This module builds CoreDNS for test clusters whose pods resolve names. It is separate because of CoreDNS's
+// dependencies.
 module github.com/isthmus-net/isthmus/test/coredns
 
 go 1.26.0

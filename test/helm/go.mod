@@ -1,5 +1,4 @@
-// Helm itself, which judges whether internal/chart renders the chart as it does. A module of its own, so that what Helm
-// needs meets nothing else: `make test-helm`.
+// This module compares internal/chart with Helm (`make test-helm`). It is separate because of Helm's dependencies.
 module github.com/isthmus-net/isthmus/test/helm
 
 go 1.26.0

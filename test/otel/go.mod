@@ -1,5 +1,5 @@
-// The filelog receiver of an OpenTelemetry collector, which reads the flow log in a test. A module of its own, so that what it
-// needs meets nothing else: `make test-otel`.
+// In this module's test, the filelog receiver of an OpenTelemetry collector reads the flow log (`make test-otel`). The
+// module is separate because of the collector's dependencies.
 module github.com/isthmus-net/isthmus/test/otel
 
 go 1.26.0

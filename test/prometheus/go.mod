@@ -1,5 +1,6 @@
-// Prometheus's engine, which judges the alerts and the queries of the dashboard. A module of its own, so that what it needs
-// meets nothing else: `make test-prometheus`. Tidied with -e, since its tests need a module that is not to be had.
+// In this module's tests, Prometheus's engine evaluates the alerts and the queries of the dashboard (`make
+// test-prometheus`). The module is separate because of Prometheus's dependencies. Use `go mod tidy -e`, because tests of
+// Prometheus need a module that the module proxy does not serve.
 module github.com/isthmus-net/isthmus/test/prometheus
 
 go 1.26.7
