@@ -133,13 +133,29 @@ against gateways with ` + "`--host-network`" + `. [security.md](security.md) has
 `)
 	for _, c := range chapters() {
 		fmt.Fprintf(&b, "\n## %s\n\n| attacker | attempt | result |\n|---|---|---|\n", c.title)
-		for _, a := range c.attacks {
-			now := a.now
-			if a.open {
-				now = "**STILL WORKS:** " + now
+		for _, r := range rows(c.attacks) {
+			if r.open {
+				r.now = "**STILL WORKS:** " + r.now
 			}
-			fmt.Fprintf(&b, "| %s | %s | %s |\n", a.attacker, a.attempt, now)
+			fmt.Fprintf(&b, "| %s | %s | %s |\n", r.attacker, r.attempt, r.now)
 		}
 	}
 	return b.String()
+}
+
+// rows joins consecutive attacks of one attacker that have the same result.
+func rows(attacks []attack) (all []attack) {
+	for _, a := range attacks {
+		if last := len(all) - 1; last >= 0 && a.attacker == all[last].attacker && a.open == all[last].open && (a.now == all[last].now || a.now == "the same") {
+			for _, verb := range []string{"advertises ", "its gateway is at "} {
+				if strings.HasPrefix(all[last].attempt, verb) {
+					a.attempt = strings.TrimPrefix(a.attempt, verb)
+				}
+			}
+			all[last].attempt += "; " + a.attempt
+			continue
+		}
+		all = append(all, a)
+	}
+	return all
 }

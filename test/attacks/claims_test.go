@@ -178,24 +178,24 @@ func claimChapter() chapter {
 	}
 	const consent, waits = v1alpha1.ReasonConsent, "ConsentNeeded; the former networks stay"
 	const invalid, wrong, key = v1alpha1.ReasonInvalid, v1alpha1.ReasonEndpoint, v1alpha1.ReasonKeyConflict
-	return chapter{title: "What a peer claims", prepare: func(t *testing.T, s *site) { *f = *s.stopManagerOfC(t) }, attacks: []attack{
-		claim("changes its claim to 8.8.8.0/24", waits, consent, "8.8.8.8", always(pods("8.8.8.0/24"))),
-		claim("changes its claim to a's on-prem network", waits, consent, "192.168.77.10", always(pods("192.168.77.0/24"))),
-		claim("changes its claim to a's on-link network", waits, consent, "172.30.1.10", always(pods("172.30.1.0/24"))),
-		claim("changes its claim to the metadata service, 169.254.169.254/32", "the API server refuses it", "", "169.254.169.254",
-			always(pods("169.254.169.254/32"))),
-		claim("changes its claim to everything, 0.0.0.0/0", "the API server refuses it", "", "1.1.1.1", always(pods("0.0.0.0/0"))),
-		claim("changes its claim to a's Services", waits, consent, "10.96.0.1", always(pods("10.96.0.0/16"))),
-		claim("changes its claim to the pods of a", waits, consent, "", always(pods("10.244.0.0/24"))),
-		claim("changes its claim to the network that b has at a", waits, consent, "", func(t *testing.T, s *site) func(*spec) {
+	return chapter{title: "What a peer advertises", prepare: func(t *testing.T, s *site) { *f = *s.stopManagerOfC(t) }, attacks: []attack{
+		claim("advertises 8.8.8.0/24", waits, consent, "8.8.8.8", always(pods("8.8.8.0/24"))),
+		claim("advertises a's on-prem network", waits, consent, "192.168.77.10", always(pods("192.168.77.0/24"))),
+		claim("advertises a's on-link network", waits, consent, "172.30.1.10", always(pods("172.30.1.0/24"))),
+		claim("advertises a's Services", waits, consent, "10.96.0.1", always(pods("10.96.0.0/16"))),
+		claim("advertises the pods of a", waits, consent, "", always(pods("10.244.0.0/24"))),
+		claim("advertises the network that b has at a", waits, consent, "", func(t *testing.T, s *site) func(*spec) {
 			return pods(endpointOf(t, s.a, s.b).Spec.RemoteNATPodCIDR)
 		}),
-		claim("changes its claim to more of the networks around it, 172.20.0.0/16", waits, consent, "172.20.99.1", always(pods("172.20.0.0/16"))),
-		claim("changes its ExternalCIDR to 9.9.9.0/24", waits, consent, "9.9.9.9", always(func(n *spec) { n.ExternalCIDR = "9.9.9.0/24" })),
-		{attacker: "c, accepted", attempt: "deletes its NetworkConfig and recreates it with another claim, as a new peer would",
+		claim("advertises a wider network, 172.20.0.0/16", waits, consent, "172.20.99.1", always(pods("172.20.0.0/16"))),
+		claim("advertises ExternalCIDR 9.9.9.0/24", waits, consent, "9.9.9.9", always(func(n *spec) { n.ExternalCIDR = "9.9.9.0/24" })),
+		claim("advertises the metadata service, 169.254.169.254/32", "the API server refuses it", "", "169.254.169.254",
+			always(pods("169.254.169.254/32"))),
+		claim("advertises everything, 0.0.0.0/0", "the API server refuses it", "", "1.1.1.1", always(pods("0.0.0.0/0"))),
+		{attacker: "c, accepted", attempt: "deletes its NetworkConfig and recreates it with other networks, as a new peer would",
 			now: waits + ", because allocations last until un-peering ends", run: func(t *testing.T, s *site) { s.deleteAndClaim(t, f) }},
 		{attacker: "c, accepted", attempt: "deletes its NetworkConfig while pods of a talk to it",
-			now: "refused on every node", run: func(t *testing.T, s *site) { s.deleteUnderTraffic(t, f) }},
+			now: "nodes refuse the packets", run: func(t *testing.T, s *site) { s.deleteUnderTraffic(t, f) }},
 		claim("a NetworkConfig addressed to b", "refused: Invalid", invalid, "", func(_ *testing.T, s *site) func(*spec) {
 			return func(n *spec) { n.RemoteCluster = identity(s.b) }
 		}),
@@ -210,15 +210,15 @@ func claimChapter() chapter {
 		}),
 		claim("its gateway is at a Service of a", "refused: BadEndpoint", wrong, "", always(endpoint("10.96.0.1"))),
 		claim("its gateway is at a pod of a", "refused: BadEndpoint", wrong, "", always(endpoint("10.244.1.11"))),
-		claim("its gateway is in the network that b has at a", "refused: BadEndpoint", wrong, "", func(t *testing.T, s *site) func(*spec) {
+		claim("its gateway is at an address of b's network at a", "refused: BadEndpoint", wrong, "", func(t *testing.T, s *site) func(*spec) {
 			return endpoint(s.seen(t, s.a, s.b, s.podOfB().Addr).String())
 		}),
 		claim("its gateway is at 127.0.0.1", "the API server refuses it", "", "", always(endpoint("127.0.0.1"))),
 		claim("its gateway is at 255.255.255.255", "the API server refuses it", "", "", always(endpoint("255.255.255.255"))),
 		claim("its gateway is at 169.254.169.254", "the API server refuses it", "", "", always(endpoint("169.254.169.254"))),
+		claim("its gateway is at localhost", "the API server refuses it", "", "", always(endpoint("localhost"))),
 		claim("its gateway is at 168.63.129.16, Azure's metadata service", "refused: Invalid", invalid, "",
 			always(endpoint("168.63.129.16"))),
-		claim("its gateway is at localhost", "the API server refuses it", "", "", always(endpoint("localhost"))),
 		{attacker: "c, accepted", attempt: "its gateway is at b's gateway", now: "accepted: b drops messages for another key, so only c loses its connection",
 			run: func(t *testing.T, s *site) { s.atGatewayOfB(t, f) }},
 		{attacker: "c, accepted", attempt: "changes address, port and key of its gateway as fast as the API server accepts it",

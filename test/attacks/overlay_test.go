@@ -157,14 +157,14 @@ func overlayChapter() chapter {
 			}},
 		{attacker: "a pod of a", attempt: "VXLAN to the gateway as another pod, to a pod of b", now: "the same",
 			run: func(t *testing.T, s *site) { s.asPod(t, s.podOfA(s.other).Host, s.addr()).run(t) }},
-		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to another node as a pod of b",
+		{attacker: "a pod of a, masqueraded by its CNI", attempt: "VXLAN to another node as a pod of b",
 			now: "dropped on the sending node, before source NAT",
 			run: func(t *testing.T, s *site) {
 				p := s.podOfA(s.other)
 				s.masquerade(t, p, netip.MustParsePrefix("172.30.0.0/16"))
 				s.asRemote(t, p.Host, underlay).run(t)
 			}},
-		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to the gateway as another pod, to a pod of b",
+		{attacker: "a pod of a, masqueraded by its CNI", attempt: "VXLAN to the gateway as another pod, to a pod of b",
 			now: "dropped: no packet from a pod's device reaches the overlay",
 			run: func(t *testing.T, s *site) {
 				p := s.podOfA(s.other)
@@ -175,7 +175,7 @@ func overlayChapter() chapter {
 				}
 			}},
 		{attacker: "a pod of a", attempt: "VXLAN to its own node's pod-side address",
-			now: "dropped: the outer source must be another node or a gateway, on the device that leads there",
+			now: "dropped: the outer source must be another node or a gateway, on the device that routes to it",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Pods[2*s.victimNode()+1].Host, podNetworkAddr).run(t) }},
 		{attacker: "a pod of a", attempt: "the same with the gateway's address as the outer source", now: "the same",
 			run: func(t *testing.T, s *site) {
@@ -209,7 +209,7 @@ func overlayChapter() chapter {
 			now: "dropped: nodes accept only answers, and connections to mapped endpoints", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.victimNode()]) }},
 		{attacker: "a pod of c", attempt: "the same of the gateway's node", now: "the same",
 			run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.gateway]) }},
-		{attacker: "a pod of c", attempt: "a NodePort or hostPort at a node's pod-side address, and from there pods, nodes and outside hosts with the node's address",
+		{attacker: "a pod of c", attempt: "a NodePort or hostPort at a node's pod-side address, and through it pods, nodes and outside hosts",
 			now: "dropped before destination NAT", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.victimNode()]) }},
 		{attacker: "a pod of c", attempt: "the same of the gateway's node", now: "the same",
 			run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.gateway]) }},

@@ -22,27 +22,27 @@ const wireGuardPort = 5871
 
 func podChapter() chapter {
 	return chapter{title: "From pods and hosts", attacks: []attack{
-		{attacker: "a pod of a on the gateway's node", attempt: "packets with the address of a pod of b to a pod of another node",
+		{attacker: "a pod of a on the gateway's node", attempt: "packets from the address of a pod of b to a pod of another node",
 			now: "only the gateway sends a peer's source into the overlay",
 			run: func(t *testing.T, s *site) {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.gateway).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
 		{attacker: "a pod of a on another node", attempt: "the same",
-			now: "dropped on its node: a peer's source may come only from the gateway, not from a pod's device",
+			now: "dropped on its node: only the gateway may send a peer's source",
 			run: func(t *testing.T, s *site) {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.other).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
-		{attacker: "a pod of a", attempt: "packets with the address of another pod of a to a pod of b",
-			now: "dropped on its node, if pods have addresses of their nodes' networks; the CNI must check addresses within a node",
+		{attacker: "a pod of a", attempt: "packets from the address of another pod of a to a pod of b",
+			now: "dropped on its node, if pods have addresses of their nodes' podCIDRs. Within a node, the CNI must check addresses",
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
 				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.victimNode()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
 			}},
 		{attacker: "a pod of a", attempt: "packets to a pod of b from an address that no host has",
-			now: "dropped on its node: the source needs a route through the device that the packet came by",
+			now: "dropped on its node: the source needs a route through the pod's device",
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
@@ -50,7 +50,7 @@ func podChapter() chapter {
 			}},
 		{attacker: "a pod of a", attempt: "packets that are no WireGuard messages, and messages of no session, to its own gateway's port",
 			now: "dropped and counted", run: garbage},
-		{attacker: "a pod of a, a pod of c", attempt: "the gateway's and the agents' status, which names all peers and flows", now: "listens on the loopback address",
+		{attacker: "a pod of a, a pod of c", attempt: "reads the status of gateway and agents", now: "refused: it listens on the loopback address",
 			run: func(t *testing.T, s *site) {
 				for _, port := range []uint16{5873, 5875} {
 					if s.inPod() {
@@ -63,7 +63,7 @@ func podChapter() chapter {
 				}
 			}},
 		{attacker: "a pod of a, a node", attempt: "maps endpoints by Liqo's IPAM service on port 6000",
-			now: "off by default; here on the manager's loopback address",
+			now: "off by default; here it listens on the manager's loopback address",
 			run: func(t *testing.T, s *site) {
 				for _, from := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.gateway].Host} {
 					s.checkRefused(t, from, netip.AddrPortFrom(s.a.Control.Addr, 6000))
@@ -73,10 +73,10 @@ func podChapter() chapter {
 			now: "dropped as replays; b's endpoint is unchanged", run: replays},
 		{attacker: "a host of the underlay", attempt: "forged messages for the session of b", now: "dropped as forged", run: forged},
 		{attacker: "a host of the underlay, a pod with CAP_NET_RAW", attempt: "ICMP \"fragmentation needed\" about the gateway's own messages to b",
-			now: "ignored below 1280 octets for the outer packet: the tunnel's MTU stays at least 1200, and its messages leave whole",
+			now: "ignored below 1280 octets: the tunnel's MTU stays at least 1200",
 			run: shrinkPath},
 		{attacker: "a caller of the IPAM", attempt: "maps a node, a Service, the API server, a metadata service, the IPAM's own host and a pod of b for c",
-			now: "refused, unless --ipam-allow names it", run: mapForbidden},
+			now: "refused; --ipam-allow can admit nodes, Services and networks of peers", run: mapForbidden},
 	}}
 }
 

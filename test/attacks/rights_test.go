@@ -115,12 +115,12 @@ func rightsChapter() chapter {
 			run: asC(func(*site) []request {
 				return get("/metrics", "/debug/pprof/", "/logs/", "/configz", "/flagz", "/statusz")
 			})},
-		{attacker: "c's identity at a", attempt: "answers its own NetworkConfig: writes its status", now: "forbidden", run: asC(func(s *site) []request {
+		{attacker: "c's identity at a", attempt: "writes the status of its own NetworkConfig", now: "forbidden", run: asC(func(s *site) []request {
 			path := liqo + "/namespaces/" + tenant(s.c) + "/networkconfigs/" + identity(s.a).UniqueName()
 			body := `{"status":{"processed":true,"podCIDRNAT":"8.8.8.0/24","externalCIDRNAT":"None"}}`
 			return append(patch(body, path, path+"/status"), request{method: http.MethodPut, path: path + "/status", body: body})
 		})},
-		{attacker: "c's identity at a", attempt: "a finalizer on a's original, in the same namespace", now: "forbidden",
+		{attacker: "c's identity at a", attempt: "sets a finalizer on a's NetworkConfig", now: "forbidden",
 			run: asC(func(s *site) []request {
 				path := liqo + "/namespaces/" + tenant(s.c) + "/networkconfigs/" + identity(s.c).UniqueName()
 				return append(patch(`{"metadata":{"finalizers":["example.com/x"]}}`, path), request{method: http.MethodDelete, path: path},
@@ -374,7 +374,7 @@ func (s *site) componentOf(t *testing.T, account string) (*rest.Config, client.C
 func insideChapter() chapter {
 	return chapter{title: "With a component's token, and beside the components", attacks: []attack{
 		{attacker: "a holder of the gateway's token", attempt: "another image, command or label for the manager's Pod and for the gateway's own",
-			now: "it may change one label of a gateway's Pod, and nothing of other Pods", run: gatewayPatchesPods},
+			now: "it may change only one label of gateways' Pods", run: gatewayPatchesPods},
 		{attacker: "a holder of the gateway's token", attempt: "redirects the gateway's Service: selector, ports, external IPs, a peer's address",
 			now: "it may change one annotation of the gateway's Service, to an IP address", run: gatewayPatchesServices},
 		{attacker: "a holder of the gateway's token", attempt: "creates a Secret for the manager's token; Secrets and Leases of other names",

@@ -210,7 +210,7 @@ func servicesChapter() chapter {
 				f.checkInvalid(t, address, service("stall", address))
 			}
 		}),
-		row("a `since` that the format date-time allows and Go cannot parse, which would break a's list of all PeerServices", "the API server refuses it", func(t *testing.T) {
+		row("a `since` that the format date-time allows and Go cannot parse, to break a's list of all PeerServices", "the API server refuses it", func(t *testing.T) {
 			for _, since := range []string{"2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00x5Z", "2026-01-01T00:00:00ZTx"} {
 				s := service("stall")
 				s.Since = since
@@ -250,7 +250,7 @@ func servicesChapter() chapter {
 				}
 				f.withdraw(t, all...)
 			}),
-		row("20,001 endpoints, 129 services in an object, a service twice", "the API server refuses them: an object has 2,500 endpoints and 128 services", func(t *testing.T) {
+		row("20,001 endpoints, 129 services in an object, a service twice", "the API server refuses it: an object has 2,500 endpoints and 128 services", func(t *testing.T) {
 			many := make([]string, 20_001)
 			for i := range many {
 				many[i] = fmt.Sprintf("172.20.%d.%d", i>>8, i&0xff)
@@ -290,7 +290,7 @@ func servicesChapter() chapter {
 			f.waitAffinity(t, corev1.ServiceAffinityNone)
 			f.withdraw(t, s)
 		}),
-		row("the same with a `since` of 1970", "accepted, in a namespace that a imports from c: the older export decides ports and affinity, nothing else; the status of both exports reports the conflict",
+		row("the same with a `since` of 1970", "accepted, in a namespace that a imports from c: the older export decides ports and affinity; the status of both exports reports the conflict",
 			func(t *testing.T) {
 				s := f.rival()
 				s.Since = "1970-01-01T00:00:00Z"

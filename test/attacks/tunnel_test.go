@@ -112,26 +112,26 @@ func tunnelChapter() chapter {
 			s.checkDropped(t, "destination", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
 			v.checkStopped(t, t.Name(), func() error { return nil })
 		}},
-		{attacker: "c's gateway", attempt: "packets to nodes, Services, loopback, link-local, metadata, broadcast, multicast and overlay addresses of a",
+		{attacker: "c's gateway", attempt: "packets to nodes, Services, and loopback, link-local, metadata, broadcast, multicast and overlay addresses of a",
 			now: "the same", run: forbiddenDestinations},
 		{attacker: "c's gateway", attempt: "packets to a's gateway itself, where it is a Pod", now: "dropped: it accepts only answers", run: gatewayItself},
 		{attacker: "c's gateway", attempt: "packets to endpoints that are mapped for b", now: "dropped: a mapping is for one peer", run: mappedForAnother},
 		{attacker: "c's gateway", attempt: "packets for addresses of a's PodCIDR that no node has",
 			now: "refused by the gateway, or on its node", run: unallocated},
-		{attacker: "c's gateway", attempt: "ICMP errors and redirects about a flow between a and b: shrink its MTU, cut it, redirect it",
+		{attacker: "c's gateway", attempt: "ICMP errors and redirects about a flow between a and b",
 			now: "dropped: an error must quote a packet that was sent to this peer", run: foreignErrors},
 		{attacker: "c's gateway", attempt: "VXLAN to a node in fragments, with the port only in the first; a second first fragment; overlapping fragments",
 			now: "complete datagrams are checked, and overlapping fragments are dropped", run: fragments},
 		{attacker: "c's gateway", attempt: "fragmented datagrams whose first, last or middle fragment never arrives",
 
-			now: "held by the gateway, bounded for c, until the datagram is complete; the node sees no incomplete datagram", run: incomplete},
+			now: "held by the gateway, within c's bound, until the datagram is complete", run: incomplete},
 		{attacker: "c's gateway", attempt: "a source route (IP option) through a node to the server behind it", now: "does not arrive", run: sourceRoute},
 		{attacker: "c's gateway", attempt: "answers of the connection check in b's name, and for clusters that do not exist", now: "rejected; b stays Connected",
 			run: forgedCheck},
-		{attacker: "c's gateway", attempt: "sealed messages with a's API server as their sender, so that a's gateway sends packets for c there (roaming)",
+		{attacker: "c's gateway", attempt: "sealed messages from the address of a's API server, so that a's gateway sends packets for c there (roaming)",
 			now: "dropped: the source of a message is checked like a peer's endpoint; nodes of a are exempt, because Services relay from there",
 			run: roam},
-		{attacker: "c's gateway", attempt: "a service of a node (kubelet, metrics), with a source port that looks like an answer's",
+		{attacker: "c's gateway", attempt: "a service of a node, from a source port that looks like an answer's",
 			now: "dropped: an answer must belong to a flow that the node began", run: func(t *testing.T, s *site) {
 				for _, i := range []int{s.gateway, s.victimNode()} {
 					n := s.a.Nodes[i]
