@@ -78,9 +78,9 @@ peer cccccccc-3333-4333-8333-333333333333 (c)
   wg set peer CAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg= endpoint gw.example.com:40000 tunnel 2
   route 10.248.0.0/16
   route 10.249.0.0/16
-  out source 10.244.0.0/16 stays
+  out source 10.244.0.0/16 unchanged
   out source other -> 10.244.0.0 with ports
-  in destination 10.244.0.0/16 stays
+  in destination 10.244.0.0/16 unchanged
   in destination 10.245.0.1 -> 169.254.0.1
   in destination other of 10.245.0.0/16 drop
   probe 10.249.0.1:12345

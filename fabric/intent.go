@@ -183,7 +183,7 @@ func (o Origin) compare(p Origin) int {
 		cmp.Compare(o.Namespace, p.Namespace), cmp.Compare(o.Name, p.Name))
 }
 
-// Problem is a refusal. It is an error, for errors.Join, and comparable with ==.
+// Problem is the refusal of a value in an object. It implements error, and is comparable with ==.
 type Problem struct {
 	Origin  Origin // the object at fault
 	Field   string // JSON path within the object, "spec.remotePodCIDR"; may be empty

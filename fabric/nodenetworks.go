@@ -212,10 +212,9 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// limitNetworks merges networks of one family until at most limit are left. It cuts all prefixes
-// that are longer than some length to that length, and uses the greatest length that leaves few
-// enough networks. limit must be at least the number of networks of length WidestNodeNetwork in a
-// family.
+// limitNetworks merges networks of one family until at most limit are left. It shortens all longer
+// prefixes to a common length, the greatest length for which at most limit networks are left. limit
+// must be at least the number of networks of length WidestNodeNetwork in a family.
 func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
