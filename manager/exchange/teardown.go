@@ -93,7 +93,7 @@ func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (re
 		}
 		return b.Part(x.id, now), nil
 	}); errors.Is(err, errWantedAgain) {
-		return false, nil // there is a new Peering, which has caused another request
+		return false, nil // there is a new Peering; its event causes another request
 	} else if err != nil {
 		return false, fmt.Errorf("release the networks of the peer: %w", err)
 	}

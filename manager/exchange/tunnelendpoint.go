@@ -155,7 +155,8 @@ func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-// reconcile returns the time after which it must be called again. Zero means: at the next event.
+// reconcile returns the time after which it must be called again, or zero if it must wait for the
+// next event.
 func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {
@@ -244,14 +245,15 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 	return &x.originals[0]
 }
 
-// decide returns the TunnelEndpoint that should exist. It returns nil if the present one should
-// stay, because an object has not arrived yet or because of a problem that a condition reports.
+// decide returns the TunnelEndpoint that should exist. It returns nil if the present TunnelEndpoint
+// should stay: an object has not arrived yet, or there is a problem that a condition reports.
 //
 // The peer may write both NetworkConfigs and, under Liqo's RBAC, their status. So decide compares
 // our parts of them with our own state, and ignores an edit that is about to be reverted.
 //
-// A refusal is often about the networks alone, such as a spec.overrides that is not free. Then the
-// tunnel keeps its networks but gets the rest of the claim, such as a new endpoint or key.
+// A refusal is often about the networks alone, such as a network in spec.overrides that is not
+// free. Then the tunnel keeps its networks but gets the rest of the claim, such as a new endpoint
+// or key.
 func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)
@@ -293,7 +295,7 @@ func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
-// mapped puts the answer of the peer into the IPAM state. It returns true once the matching
+// mapped stores the answer of the peer in the IPAM state. It returns true once the matching
 // NatMapping exists, so that the gateway never sees a TunnelEndpoint without a NatMapping.
 func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)

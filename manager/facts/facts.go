@@ -1,7 +1,6 @@
-// Package facts finds out a cluster's own networks, its gateway's endpoint and keys, and the
-// networks that its nodes reach without the gateway. It writes these networks into the IPAM state,
-// and decides nothing about peers. The manager runs its Keeper. All other packages only read the
-// Facts.
+// Package facts determines a cluster's own networks, its gateway's endpoint and keys, and the
+// networks that its nodes reach without the gateway. It writes these networks into the IPAM state.
+// The manager runs its Keeper. All other packages only read the Facts.
 package facts
 
 import (

@@ -16,7 +16,7 @@ func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
 
-// A Request asks for networks that represent a peer's claimed networks here.
+// A Request is a request for networks that represent a peer's claimed networks here.
 type Request struct {
 	ID            string
 	Pod, External netip.Prefix // the claimed networks, as the peer's own cluster uses them
@@ -74,7 +74,7 @@ func (b State) AllocationOf(id string) (Allocation, bool) {
 	return Allocation{}, false
 }
 
-// UsedForAnother reports whether addr is inside a network that some peer other than id has here.
+// UsedForAnother reports whether addr is inside a network here of another peer than id.
 func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	for other, p := range b.peers {
 		if other != id && (p.Pod.Contains(addr) || p.External.Contains(addr)) {
@@ -154,7 +154,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network may name the first one; p is not published yet, so it may change
+	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // a message about the second network may name the first; p may change, because no other State has it yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placePrevious, (*State).placeAny} {
@@ -246,8 +246,8 @@ func (b *State) obstacleFor(p netip.Prefix) (name string, prefix netip.Prefix) {
 }
 
 // placeAny keeps the claimed network if it is free and permitted; otherwise it allocates one. A
-// network that covers a pool is remapped if possible, because it would leave nothing to allocate
-// from.
+// claimed network that covers a pool is remapped if possible, because otherwise the pool would have
+// no free network.
 func (b *State) placeAny(a *placement) *fabric.Refusal {
 	unchanged := b.free(a.claim) && !a.remap && a.outside == ""
 	if unchanged && !b.coversPool(a.claim) {

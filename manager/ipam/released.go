@@ -23,7 +23,7 @@ const (
 	maxHeldPerPeer = 30
 )
 
-// A replaced is a network that has been held since its peer got another network.
+// A replaced is a held network: its peer got another network in its place.
 type replaced struct {
 	id       string
 	network  netip.Prefix
@@ -58,7 +58,8 @@ func (b State) Part(id string, now time.Time) State {
 // unchanged.
 //
 // Networks that nodes merely reach do not count: they are foreign, and may even be routes to a
-// former peer. If only one network of a former peer overlaps, EndHolds decides about the other one.
+// former peer. If only one network of a former peer overlaps, the other network is treated as in
+// EndHolds.
 func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.conflictsWithOwn(p) })
 }

@@ -10,9 +10,10 @@
 // Read makes a State from the IpamStorage of an earlier Liqo installation.
 //
 // The choices are Liqo's (docs/liqo-v0.md, section 5): a network that overlaps nothing is used
-// unchanged. Any other one is replaced by a free network of the same length from the smallest free
-// block of the first pool that has one. In contrast to Liqo, the networks of this cluster may
-// change at any time, and the state is readable text instead of an allocator's memory.
+// unchanged. Any other network is replaced by a free network of the same length, from the smallest
+// sufficient free block of the first pool that has such a block. In contrast to Liqo, the networks
+// of this cluster may change at any time, and the state is readable text instead of an allocator's
+// memory.
 package ipam
 
 import (
@@ -57,8 +58,8 @@ type Config struct {
 	Nodes []netip.Addr
 	// Reached lists the networks that nodes reach without us.
 	Reached []Reached
-	// Agreed are our networks that TunnelEndpoints name. Configure removes our present networks from
-	// them. The rest are our previous networks, which some peer still uses.
+	// Agreed are our networks that TunnelEndpoints name. Configure removes our present networks
+	// from Agreed. The rest are previous networks of ours, which some peer still uses.
 	Agreed []netip.Prefix
 }
 
@@ -162,13 +163,14 @@ func (b State) Own() Config {
 // network.
 func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
-// Answered records the peer's answer: the networks that represent our PodCIDR and ExternalCIDR
-// there. They equal our own if the peer does not remap them. From the first answer on, the
-// gateway's own address is mapped to the first host of the ExternalCIDR, for the connection check.
+// Answered records the peer's answer: the networks that represent our PodCIDR and ExternalCIDR at
+// the peer. If the peer does not remap our networks, these are our networks themselves. From the
+// first answer on, the gateway's own address is mapped to the first host of the ExternalCIDR, for
+// the connection check.
 //
-// A zero prefix keeps the previous value, and so does a prefix that does not fit ours: another
-// family or length, or a network that pods cannot have. Answers may overlap any network here,
-// because only the peer uses them.
+// If a prefix is zero or does not fit our network, the previous value stays. A prefix does not fit
+// if it has another family or length, or if pods cannot have its addresses. Answers may overlap any
+// network here, because only the peer uses them.
 func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	old := b.peers[id]
 	if old == nil {
@@ -236,7 +238,7 @@ func (b State) withPeer(id string, p *account) State {
 
 // Changed returns the sorted IDs of the peers whose networks, answers or mappings differ from those
 // in the older State. It is fast if this State was made from the older one. For States of different
-// origin it may also return peers that are equal.
+// origin, it may also return peers that do not differ.
 func (b State) Changed(since State) []string {
 	var changed []string
 	for id, p := range b.peers {

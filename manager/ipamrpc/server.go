@@ -58,7 +58,7 @@ type Options struct {
 	// nodes, Services, and endpoints of other peers.
 	Allow []netip.Prefix
 	// OwnerKind returns the kind of the present owner of an address, such as "node" or "pod", or ""
-	// if the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
+	// if no owner was found. It is called before an endpoint is mapped, and may be nil.
 	OwnerKind func(context.Context, netip.Addr) (string, error)
 }
 

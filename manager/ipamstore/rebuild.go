@@ -61,11 +61,10 @@ func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 
 // withTraces restores allocations from TunnelEndpoints if NetworkAllocations differ from them,
 // because somebody edited, deleted or restored a NetworkAllocation while no manager ran. It also
-// reverts an allocation that has not reached the TunnelEndpoint yet; that allocation is then made
-// again.
+// reverts an allocation that is not in the TunnelEndpoint yet; that allocation is then made again.
 //
-// Peers may write NetworkConfigs, so these count only if all NetworkAllocations are lost, only for
-// the peer of their tenant namespace, and only if they contradict no other object.
+// Peers may write NetworkConfigs. So a NetworkConfig counts only if all NetworkAllocations are
+// lost, only for the peer of its tenant namespace, and only if it contradicts no other object.
 func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (state ipam.State, err error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
@@ -98,7 +97,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 		own = configured.Own()
 	}
 	state = s.stateOf(own, all)
-	settled, restored := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and those of them that got the networks from it
+	settled, restored := make(map[string]bool), make(map[string]bool) // settled: the peer has the networks of a trace; restored: it got them from the trace
 	for _, t := range traces {
 		had, has := state.AllocationOf(t.id)
 		switch {

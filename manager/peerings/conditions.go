@@ -222,8 +222,8 @@ func publishedCondition(s peeringState) condition {
 	return no(isthmus.ReasonPublishing, "our NetworkConfig is not written yet")
 }
 
-// answeredCondition evaluates the peer's answer, which the replicator copied back. Its message may
-// quote the peer.
+// answeredCondition evaluates the peer's answer, which the replicator copied back. The message of
+// the condition may quote the peer.
 func answeredCondition(s peeringState) condition {
 	original := s.original
 	switch {

@@ -29,7 +29,7 @@ import (
 // tunnel stays open for the managers, and the time for which we wait for the peer.
 const InBandPatience = 30 * time.Second
 
-// ErrNoPeer means that no object asks for a peering with the cluster.
+// ErrNoPeer means that no Peering and no ForeignCluster requests a peering with the cluster.
 var ErrNoPeer = errors.New("no peering with this cluster")
 
 // A Peer is a cluster to peer with, according to a Peering or, under Liqo's control plane, a
@@ -63,8 +63,8 @@ type Peer struct {
 // Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. After that
-// time the tunnel closes, which is the only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. After that time the
+// tunnel closes. It is the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
@@ -103,7 +103,8 @@ type Peers struct {
 	Reader client.Reader
 	// Self is the ID of this cluster.
 	Self string
-	// ForeignClusters is true if this cluster serves that kind. Peers then reads these objects, too.
+	// ForeignClusters is true if this cluster serves the kind ForeignCluster. Peers then reads
+	// these objects, too.
 	ForeignClusters bool
 }
 

@@ -216,8 +216,8 @@ func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	return clientcmd.Write(*config)
 }
 
-// A serviceToken has the claims of a ServiceAccount token. They are not verified here, because they
-// only decide when to request a new token, and for which account.
+// A serviceToken has the claims of a ServiceAccount token. They are not verified, because they only
+// determine when to request a new token, and for which account.
 type serviceToken struct {
 	issued, expires    time.Time
 	namespace, account string
