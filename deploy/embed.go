@@ -9,8 +9,8 @@ import "embed"
 //go:generate ../internal/tools/schema.sh
 
 // Files has admission/*.yaml, crds/*.yaml and rbac/*.yaml. The manifests use the namespace
-// isthmus-system. The installer replaces it by the namespace of the installation. crds/SCHEMA has
-// two lines: a number that grows with each change of the definitions, and their digest.
+// isthmus-system. The chart replaces it by the namespace of the installation. crds/SCHEMA has two
+// lines: a number that grows with each change of the definitions, and their digest.
 //
 //go:embed admission/*.yaml crds/*.yaml crds/SCHEMA rbac/*.yaml
 var Files embed.FS
