@@ -338,7 +338,7 @@ func (k *keeper) check(p *Peer) []Problem {
 		r.addAt(at.id, "%s is our own cluster ID; want the ID of the remote cluster", quote(p.ID))
 	}
 	if other := k.ids[p.ID]; other != nil {
-		r.addAt(at.id, "%s is also the cluster of %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
+		r.addAt(at.id, "%s is also the cluster ID in %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
 	}
 	if slices.Contains(k.own, p.PublicKey) {
 		r.addAt(at.publicKey, "is our own public key; want that of cluster %s", quote(p.ID))

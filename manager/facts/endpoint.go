@@ -59,8 +59,8 @@ func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node
 }
 
 // servicePorts returns the UDP ports of a Service for tunnels 0, 1 and so on. It stops at the first
-// tunnel without a UDP port, and returns a sentence about that tunnel as missing. If a Service has
-// only one port, the port may have any name.
+// tunnel without a UDP port; missing is then a sentence about that tunnel. If a Service has only
+// one port, the port may have any name.
 func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
 	for i := range fabric.MaxTunnels {
 		name := v1alpha1.TunnelPortName(i)

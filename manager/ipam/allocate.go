@@ -278,8 +278,8 @@ func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred returns the networks that no peer gets, apart from those in b.taken. Barred networks do
-// not split free blocks.
+// barred returns the networks that no peer gets, apart from those in b.taken. Unlike b.taken, they
+// do not split free blocks; see tree.fit.
 func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {

@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Clusters returns the sorted IDs of all clusters that have an entry: peers, those with held
-// networks, and those whose previous networks are remembered.
+// Clusters returns the sorted IDs of all clusters that have an entry: peers, clusters with held
+// networks, and former peers whose networks are remembered.
 func (b State) Clusters() []string {
 	ids := slices.Collect(maps.Keys(b.peers))
 	for _, r := range b.replaced {

@@ -268,7 +268,7 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 		case err == nil:
 		case errors.As(err, &remote):
 			w.blame(remote.err)
-			w.log.Debug("replicate", "step", a.step.String(), "object", a.name, "error", err)
+			w.log.Debug("replication step failed", "step", a.step.String(), "object", a.name, "error", err)
 			if reason, _ := diagnose(remote.err); breaks(reason) {
 				w.reconnect(ctx)
 				return

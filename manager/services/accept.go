@@ -78,7 +78,7 @@ type Namespaces interface {
 }
 
 // Accept checks one service in the PeerServices named shard. It returns false if no part of the
-// service is served here. Refusals have the reasons for that, or list the parts that are not
+// service is served here. refusals has the reasons, or lists the parts of the service that are not
 // served.
 func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, now time.Time) (x Export, refusals []Refusal, ok bool) {
 	refuse := func(reason, format string, args ...any) {
