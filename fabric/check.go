@@ -92,8 +92,8 @@ type specialRange struct {
 	name   string
 }
 
-// specialRanges cannot belong to any cluster's pods. 240.0.0.0/4 is not among them: clusters do use
-// it for pods (GKE allows class E).
+// specialRanges cannot belong to any cluster's pods. 240.0.0.0/4 is missing here, because some
+// clusters use it for pods (GKE allows class E).
 var specialRanges = []specialRange{
 	{netip.MustParsePrefix("0.0.0.0/8"), "this network, RFC 1122"},
 	{netip.MustParsePrefix("127.0.0.0/8"), "loopback"},

@@ -56,11 +56,11 @@ type GatewayPeer struct {
 //
 // A peer is refused if it is invalid or conflicts with an accepted peer. Peers conflict if they
 // have the same cluster ID or the same public key. They also conflict if a network of one peer, as
-// we see it, overlaps a network of the other peer or one of our own networks towards the other
-// peer. Our own networks can differ between peers during a change, because each peer answers the
-// change separately. Of two conflicting peers, GatewayFor accepts the older one. If the ages are
-// equal, the ID decides, and then the origin. If a mapping is invalid, GatewayFor omits only that
-// mapping, so that the peer's pods stay connected.
+// we see it, overlaps a network of the other peer or one of our own networks in the TunnelEndpoint
+// of the other peer. Our own networks can differ between peers during a change, because each peer
+// answers the change separately. Of two conflicting peers, GatewayFor accepts the older one. If the
+// ages are equal, the ID decides, and then the origin. If a mapping is invalid, GatewayFor omits
+// only that mapping, so that the peer's pods stay connected.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping may
@@ -187,7 +187,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	return endpoints, r.problems
 }
 
-// A keeper remembers accepted peers, to find conflicts with them.
+// A keeper holds the accepted peers, to find conflicts of further peers with them.
 type keeper struct {
 	id        string        // our own cluster ID
 	own       [][32]byte    // our own public keys

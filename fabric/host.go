@@ -66,8 +66,8 @@ func (s TunnelSet) devs() string {
 // entry, only tunnel 0 carries flows.
 //
 // If several tunnels lead to a peer, the kernel chooses one by the hash of addresses and ports, so
-// that a flow stays in its tunnel. Fragments have no ports; the kernel hashes them by addresses, so
-// they stay together.
+// that a flow stays in its tunnel. Fragments have no ports. The kernel hashes only their addresses,
+// so all fragments of a packet take the same tunnel.
 //
 // mtu is the largest MTU of all peers' tunnels. Both ends of the veth have this MTU. If a pod sends
 // a larger packet, the host refuses it, so the ICMP error comes from the host. A superpacket
@@ -165,8 +165,8 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 //   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
 //     packet for another peer's mapped endpoint.
 //   - Redirects are off, because a packet may leave by the TUN through which it came.
-//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it,
-//     and the tunnel would count them as dropped.
+//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from such
+//     an address, and the tunnel would count these packets as dropped.
 //   - The hash that chooses among several tunnels includes ports.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {

@@ -114,9 +114,10 @@ type Intent struct {
 }
 
 // Attach assigns the mappings in sets to the peers with the same cluster ID. It returns copies of
-// the peers in the same order, the sets whose peer is missing, and a Problem for each duplicate: of
-// several sets for one cluster, it uses the one whose Origin sorts first. Peers that share a
-// cluster ID all get the set; GatewayFor refuses all but one of them.
+// the peers in the same order, the sets whose peer is missing, and a Problem for each duplicate
+// set. If there are several sets for one cluster, Attach uses the set whose Origin sorts first. If
+// several peers have the same cluster ID, each gets the set; GatewayFor accepts only one of these
+// peers.
 func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting, problems []Problem) {
 	sets = slices.SortedFunc(slices.Values(sets), func(a, b MappingSet) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.ID, b.ID),

@@ -132,8 +132,8 @@ func (m *Decider) setRefused(refused []netip.Prefix) {
 	}
 }
 
-// peers returns the routes of all networks of peers: routes to the gateway, if src is valid, and
-// routes that refuse packets. It caches them.
+// peers returns the routes for all networks of peers: routes to the gateway, if src is valid, and
+// routes that refuse packets. It caches the result.
 func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	if m.made && src == m.src {
 		return m.routes

@@ -299,9 +299,9 @@ func lastButOne(p netip.Prefix) netip.Addr {
 }
 
 // podCIDRsHold reports whether the cluster's pods have addresses from the podCIDRs of their nodes.
-// Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. All pods of our node
-// and those of at least half of the nodes with pods must match, so that write access to the status
-// of one node's Pods does not change the result for other nodes.
+// Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. For a true result,
+// all pods of our node must match, and all pods of at least half of the nodes with pods. Thus write
+// access to the status of one node's Pods does not change the result for other nodes.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {

@@ -145,7 +145,7 @@ func (d *nodeDecision) guard(local []netip.Prefix) {
 // of peers for pods of other nodes.
 //
 // Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
-// route could take them out of the cluster.
+// route could take such a packet out of the cluster.
 func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	type network struct {
 		prefix netip.Prefix

@@ -70,7 +70,7 @@ func (p *PodPlaces) addOwner(addr netip.Addr, o Owner) {
 }
 
 // removeOwner removes a pod's addresses from the index. If an address had several owners, it
-// discards the index, because the index does not know the remaining ones.
+// discards the index, because the index does not store the remaining owners.
 func (p *PodPlaces) removeOwner(o Owner, pods []NodePod) {
 	for _, pod := range pods {
 		if now, has := p.owners[pod.Addr]; now == o {

@@ -95,8 +95,7 @@ type Options struct {
 	// IPAM configures Liqo's gRPC service; it is off without an Address.
 	IPAM ipamrpc.Options
 	// IPAMService is the name of a Service without a selector, and of its EndpointSlice. While this
-	// manager leads, it points them to PodIP. If the name is empty, the manager leaves them
-	// unchanged.
+	// manager leads, it points both to PodIP. If IPAMService is empty, the manager writes neither.
 	IPAMService string
 	PodIP       netip.Addr
 	// Services enables the sharing of Services with peers that share Services as well. It needs the

@@ -300,7 +300,7 @@ func withoutOldAnswer(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// setOriginal sets all fields that an original for the peer needs, and keeps the others.
+// setOriginal sets all fields that an original for the peer needs. Other fields stay unchanged.
 func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
 	nc.Spec = spec
 	if nc.Labels == nil {

@@ -249,11 +249,11 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 // should stay: an object has not arrived yet, or there is a problem that a condition reports.
 //
 // The peer may write both NetworkConfigs and, under Liqo's RBAC, their status. So decide compares
-// our parts of them with our own state, and ignores an edit that is about to be reverted.
+// the parts that are ours with our own state, and ignores an edit that is about to be reverted.
 //
 // A refusal is often about the networks alone, such as a network in spec.overrides that is not
-// free. Then the tunnel keeps its networks but gets the rest of the claim, such as a new endpoint
-// or key.
+// free. In this case the tunnel keeps its networks, but gets the rest of the claim, such as a new
+// endpoint or key.
 func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)

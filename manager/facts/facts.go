@@ -39,7 +39,7 @@ type Facts struct {
 	Ignored []fabric.Problem
 
 	// Missing has a sentence for each fact that is missing before a NetworkConfig can be published,
-	// such as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
+	// such as `Secret isthmus-system/wireguard-pubkey: not found; the gateway creates it`.
 	Missing []string
 	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override. It
 	// is empty if both are known.

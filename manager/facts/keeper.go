@@ -62,9 +62,9 @@ type AddressPlan struct {
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A Keeper keeps the Facts of this cluster. It gathers them whenever their sources change, writes
-// the networks among them into the IPAM state, and notifies subscribers. Its methods may be called
-// concurrently.
+// A Keeper keeps the Facts of this cluster. Whenever the sources of the Facts change, it gathers
+// the Facts, writes the networks into the IPAM state, and notifies subscribers. Its methods may be
+// called concurrently.
 type Keeper struct {
 	Cache  client.Reader // has Services, Secrets, Nodes, NodeNetworks and TunnelEndpoints
 	Direct client.Reader // reads from the API server itself, for objects that are read once

@@ -62,8 +62,8 @@ func contains(n, p netip.Prefix) bool {
 	return n.IsValid() && n.Bits() <= p.Bits() && n.Contains(p.Addr())
 }
 
-// An Allocation has the networks of a peer as this cluster uses them. They equal the claimed ones
-// unless they are remapped.
+// An Allocation has the networks that this cluster uses for a peer. A network that is not remapped
+// equals the claimed network.
 type Allocation struct{ Pod, External netip.Prefix }
 
 // AllocationOf returns the networks of the peer. It returns false if the peer has none or has left.
@@ -89,7 +89,7 @@ func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 //
 //   - A returning peer gets its previous networks as far as they are free and permitted.
 //   - Current networks stay if they have the claim's family and length and no override demands
-//     others. They stay even if the claim has changed, because both clusters use them.
+//     others. They stay even after a change of the claim, because both clusters use them.
 //   - A network held for another peer is not free. A network held for this peer is free.
 func (b State) Allocate(c Request) (State, Allocation, error) {
 	held, released := b, c.Now

@@ -15,11 +15,11 @@ const (
 	// UnusedGrace is the time after which a peer's networks are released if no object of a peering
 	// names the peer.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced bounds the held networks that a peer has replaced by others, for all peers
-	// together. maxReplacedPerPeer is that bound for one peer.
+	// maxReplaced bounds the held networks in State.replaced, for all peers together.
+	// maxReplacedPerPeer bounds those of one peer.
 	maxReplaced, maxReplacedPerPeer = 512, 8
-	// maxHeldPerPeer bounds all networks held for one peer, apart from its two present ones,
-	// because one NetworkAllocation lists them all.
+	// maxHeldPerPeer bounds the networks held for one peer besides its two present networks,
+	// because one NetworkAllocation lists all of them.
 	maxHeldPerPeer = 30
 )
 

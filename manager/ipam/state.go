@@ -134,8 +134,9 @@ type account struct {
 	released              time.Time    // when the peer left and its hold began; zero: the peer has not left
 	unused                time.Time    // since when no object names the peer; zero: some object does, or nobody has checked
 	podSeen, externalSeen netip.Prefix // the networks that represent our PodCIDR and ExternalCIDR at the peer
-	// endpoints are the real addresses mapped for the peer, without the gateway's own, each with
-	// its sorted requesters, if these are known.
+	// endpoints has the requesters of each endpoint that is mapped for the peer, by the endpoint's
+	// real address. The requesters are sorted; the list is empty if they are not known. The
+	// gateway's own address is left out.
 	endpoints map[netip.Addr][]string
 }
 
@@ -210,8 +211,8 @@ func fits(p, original netip.Prefix) bool {
 	return original.IsValid() && fabric.CheckNetwork(p) == "" && p.Addr().BitLen() == original.Addr().BitLen() && p.Bits() == original.Bits()
 }
 
-// Release removes a peer with its answer and its mappings. The peer's networks are free at once,
-// but it gets them again if it returns while they are free. Release does nothing for an unknown
+// Release removes a peer with its answer and its mappings. The peer's networks are free at once. A
+// peer that returns gets them again if they are still free. Release does nothing for an unknown
 // peer. For a peer that leaves, callers call Part first.
 func (b State) Release(id string) State {
 	p := b.peers[id]

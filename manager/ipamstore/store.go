@@ -241,8 +241,8 @@ type Observer func(state ipam.State, version func(id string) int64)
 // it.
 const NotWritten = math.MaxInt64
 
-// Observe calls f with the current State, and then with every State that was written, in order,
-// because other processes may have read any of them. f must be fast, and must not call the Store.
+// Observe calls f with the current State, and then with every State that was written, in order:
+// other processes may have read any of these States. f must be fast, and must not call the Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

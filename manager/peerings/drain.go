@@ -30,7 +30,7 @@ type drain struct {
 }
 
 // update returns the state at the time now, and the remaining time for which the tunnel has to
-// stay. shared is true while one cluster still has services of the other.
+// stay. shared is true while either cluster still has services of the other cluster.
 func (d drain) update(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now

@@ -291,7 +291,7 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 }
 
 // deleteCopies deletes the NetworkConfigs here of a peer that was reached in band. The peer's
-// manager can no longer reach them, and its Peering may be deleted as well.
+// manager can no longer reach these objects, and the peer's Peering may be deleted as well.
 func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {

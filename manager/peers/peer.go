@@ -75,7 +75,7 @@ func (p Peer) Abandoned(now time.Time) bool {
 }
 
 // Begun reports whether objects may be made for the peer. A Peering must have its finalizer first,
-// which ensures that these objects are removed.
+// because the finalizer ensures that these objects are removed.
 func (p Peer) Begun() bool {
 	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
 		return false
@@ -118,8 +118,8 @@ func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) 
 	return p.find(ctx, IndexTenantNamespace, namespace)
 }
 
-// List returns all peers, sorted by cluster ID. The peers share memory with the cache, so the
-// caller must not change them.
+// List returns all peers, sorted by cluster ID. The result shares memory with the cache, so the
+// caller must not change it.
 func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	byID := make(map[string]Peer)
 	var peerings isthmus.PeeringList

@@ -39,8 +39,8 @@ var defaultPace = pace{
 }
 
 // ownTurns limits the concurrent requests of all workers to our own API server. That server queues
-// some hundred requests for each client, and rejects further ones with 429. A manager that starts
-// with a thousand peers lists and watches a thousand Secrets.
+// some hundred requests for each client, and rejects further requests with 429. A manager that
+// starts with a thousand peers lists and watches a thousand Secrets.
 const ownTurns = 16
 
 // own returns the pace at our own API server, which all workers share. Our identity needs no checks

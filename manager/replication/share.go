@@ -343,8 +343,8 @@ func (l *link) services(verb string) *rest.Request {
 	return l.peerServices.Verb(verb).Namespace(l.namespace).Resource("peerservices").MaxRetries(0)
 }
 
-// servicesFeed returns a feed of the PeerServices in the tenant namespace at the peer. Only we
-// write them there.
+// servicesFeed returns a feed of the PeerServices in the tenant namespace at the peer. Only this
+// manager writes PeerServices there.
 func (l *link) servicesFeed() feed {
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {

@@ -152,7 +152,7 @@ type LeftOut struct {
 
 // bounded drops all values that the CRD of PeerServices rejects. Otherwise the peer's API server
 // would reject the other services of the shard as well. The values come from ServiceExports and
-// EndpointSlices, which users write without validation of these bounds.
+// EndpointSlices, for which the API server does not check these bounds.
 func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 	s.Ports = s.Ports[:min(len(s.Ports), maxPorts)]
 	s.Labels, s.Annotations = boundedMetadata(s.Labels), boundedMetadata(s.Annotations)

@@ -110,9 +110,9 @@ func (c *Controller) delete(ctx context.Context, o client.Object) error {
 	return nil
 }
 
-// apply writes the differing objects in this order: the ServiceImport, which owns the others; the
-// Service, whose addresses the ServiceImport lists; the slices. It adds slices before it deletes
-// others.
+// apply writes the objects that differ, in this order: the ServiceImport, which owns the other
+// objects; the Service, whose addresses the ServiceImport lists; the slices. It adds new slices
+// before it deletes old slices.
 func (c *Controller) apply(ctx context.Context, have existing, want Merged) error {
 	i, err := c.applyImport(ctx, have.imports, want.Import)
 	if err != nil || i == nil {
