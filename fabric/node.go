@@ -175,7 +175,7 @@ type nodeDecision struct {
 	src        netip.Addr                // source of the routes to the one gateway; zero: no such routes
 	trusted    bool                      // see podCIDRsHold
 	overlay    map[string]netip.Addr     // overlay addresses by name of the node
-	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
+	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets only from them
 	node       kernel.State
 	problems   []Problem
 }

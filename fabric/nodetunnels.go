@@ -161,7 +161,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 		return at, "", false
 	}
-	for _, n := range d.nodes { // first check all networks at once: there may be thousands, and they hardly ever overlap
+	for _, n := range d.nodes { // first check all networks at once, because there may be thousands, which hardly ever overlap
 		for _, p := range n.PodCIDRs {
 			if p.IsValid() && p.Addr().Is4() {
 				networks = append(networks, network{p.Masked(), n.Name})

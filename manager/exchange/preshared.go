@@ -71,7 +71,7 @@ type KeyStore struct {
 	Log       *slog.Logger
 
 	work    queue.Queue // requests checkSecret and writeSecret
-	again   queue.Queue // the queue of the NetworkConfigReconciler, for peers whose exchange can continue
+	again   queue.Queue // queue of the NetworkConfigReconciler; gets the peers whose exchange can continue
 	reading sync.Mutex  // held while the Secret is read or written
 
 	mu     sync.Mutex

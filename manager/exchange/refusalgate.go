@@ -57,7 +57,7 @@ type RefusalGate struct {
 	mu          sync.Mutex
 	allocations map[string]observedAllocation
 	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late        map[string]int64            // nodes that the gate ignores, with the resourceVersion that each had reported when Patience was over
+	late        map[string]int64            // nodes that the gate ignores, each with the resourceVersion that it had reported when Patience was over
 	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
 

@@ -112,7 +112,7 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace belongs to no peer
-	wanted    bool                      // whether the tunnel is needed: the namespace belongs to a peer that is not leaving, or is draining
+	wanted    bool                      // whether the tunnel must exist: the namespace belongs to a peer, and the peer is not leaving, or is still draining
 	elsewhere bool                      // whether the cluster is a peer in another namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours; first the one with the right name
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
@@ -226,7 +226,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
-		return nil // not published yet: the peer may have written this answer itself, with the permissions that Liqo grants
+		return nil // not published yet; under Liqo's RBAC, the peer may have written this answer itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err

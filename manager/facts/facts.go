@@ -44,8 +44,8 @@ type Facts struct {
 	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override. It
 	// is empty if both are known.
 	NoEndpoint string
-	// FewerTunnels is a sentence about the first key that is invalid or has no port. It is empty if
-	// Tunnels has all of the gateway's further tunnels.
+	// FewerTunnels is a sentence about the first further tunnel that lacks a valid key or a port.
+	// It is empty if Tunnels has all of the gateway's further tunnels.
 	FewerTunnels string
 }
 

@@ -73,7 +73,7 @@ type Store struct {
 	self        string                // ID of our own cluster, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // by name, as last read or written
 	session     int64                 // resourceVersion of the IpamStorage when this manager began to write
-	read        int64                 // session for which all objects were read; if it differs from session, they must be read first
+	read        int64                 // value of session when all objects were last read; if session differs, all objects must be read first
 	allocated   bool                  // whether all NetworkAllocations match the State
 	revision    int64                 // the highest revision read or written
 	subscribers []chan event.GenericEvent
