@@ -21,7 +21,7 @@ type Gateway struct {
 	Site                   Site           // with our networks and the networks of all peers, which cannot contain a gateway
 }
 
-// GatewayPeer is everything that a gateway needs to know about one peer.
+// GatewayPeer is the configuration of a gateway for one peer.
 type GatewayPeer struct {
 	ID, Name  string
 	Local     Networks // our networks, and the networks that the peer uses for them

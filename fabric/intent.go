@@ -94,8 +94,8 @@ type MappingSet struct {
 	Origin   Origin    // the object from which the mappings were read
 }
 
-// Waiting names a set of mappings whose peer does not exist (yet). That is no Problem: the
-// NatMapping of a new peering usually exists before its TunnelEndpoint.
+// Waiting names a set of mappings whose peer does not exist yet. That is no Problem: the NatMapping
+// of a new peering usually exists before its TunnelEndpoint.
 type Waiting struct {
 	ID     string // cluster ID of the missing peer
 	Origin Origin // the object with the mappings

@@ -21,7 +21,8 @@ const (
 	gatewayInterval = time.Second // a new endpoint or key is an event for the gateways only
 )
 
-// A pace limits how often each peer may change something. Its methods may be called concurrently.
+// A pace limits the rate of one kind of change for each peer. Its methods may be called
+// concurrently.
 type pace struct {
 	interval time.Duration
 

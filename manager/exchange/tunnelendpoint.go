@@ -183,8 +183,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
 		// One of the NetworkConfigs is missing or being deleted. If ours is missing, somebody
-		// deleted it by mistake: the Peering still exists, so the networks that the peer knows stay
-		// allocated.
+		// deleted it by mistake: the Peering still exists, so the peer's networks stay allocated.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}

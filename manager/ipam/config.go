@@ -15,7 +15,7 @@ var special = fabric.SpecialRanges()
 // A Conflict is an overlap that arose after a network was allocated, because this cluster has
 // changed or somebody has edited an object.
 type Conflict struct {
-	Peer    string       // the peer that has the network, as used here; empty: the network is ours
+	Peer    string       // the peer for which Prefix is used here; empty: Prefix is ours
 	Network string       // "PodCIDR", "ServiceCIDR" or "ExternalCIDR"
 	Prefix  netip.Prefix // zero: no ExternalCIDR could be chosen
 	With    string       // the overlapping network, such as "our ServiceCIDR"

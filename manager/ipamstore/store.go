@@ -69,7 +69,7 @@ type Store struct {
 	mu          sync.Mutex // held during an update
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as last read; nil if it does not exist
-	synced      bool                  // the IpamStorage has the State, and object has its current version; the spec of object may be outdated
+	synced      bool                  // the IpamStorage has the State, and object has its current resourceVersion, but perhaps an outdated spec
 	self        string                // ID of our own cluster, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // by name, as last read or written
 	session     int64                 // resourceVersion of the IpamStorage when this manager began to write
@@ -426,7 +426,7 @@ func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	return &items[0], nil
 }
 
-// blank reports whether the spec never stored anything.
+// blank reports whether the spec holds no state yet.
 func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }

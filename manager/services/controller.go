@@ -60,8 +60,9 @@ type Options struct {
 	Log         *slog.Logger
 }
 
-// A Controller shares Services with peers. It reconciles single services: it applies the result of
-// Merge, and writes the conditions of ServiceExports. The exporter and the answerer do the rest.
+// A Controller shares Services with peers. Each reconcile handles one service: it applies the
+// result of Merge, and writes the conditions of the ServiceExport. An exporter passes exports to
+// the Replicator, and an answerer writes the statuses of PeerServices.
 type Controller struct {
 	Options
 	objects cache.Cache // has Services, ServiceExports, ServiceImports, PeerServices, and our EndpointSlices
