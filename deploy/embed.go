@@ -8,9 +8,9 @@ import "embed"
 
 //go:generate ../internal/tools/schema.sh
 
-// Files has admission/*.yaml, crds/*.yaml and rbac/*.yaml. In the manifests, "Namespace" stands for
-// the namespace of the installation. crds/SCHEMA has two lines: a number that grows with each
-// change of the definitions, and their digest.
+// Files has admission/*.yaml, crds/*.yaml and rbac/*.yaml. The manifests use the namespace
+// isthmus-system. The chart replaces it by the namespace of the installation. crds/SCHEMA has two
+// lines: a number that grows with each change of the definitions, and their digest.
 //
 //go:embed admission/*.yaml crds/*.yaml crds/SCHEMA rbac/*.yaml
 var Files embed.FS
@@ -26,7 +26,7 @@ var Chart embed.FS
 var ChartValues string
 
 // Optional has optional/*.yaml and networkpolicy/*.yaml, which only installations with certain
-// features need. "Namespace" has the same meaning as in Files.
+// features need. They use the namespace isthmus-system, as in Files.
 //
 //go:embed optional/*.yaml networkpolicy/*.yaml
 var Optional embed.FS

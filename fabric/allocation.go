@@ -31,16 +31,16 @@ func isObjectName(clusterID string) bool {
 	})
 }
 
-// An Allocation is a network that a NetworkAllocation names or frees, with the revision of that
-// change.
+// An Allocation is one entry of spec.networks or spec.freed in a NetworkAllocation.
 type Allocation struct {
 	Object   string       `json:"object,omitempty"` // name of the NetworkAllocation
 	Network  netip.Prefix `json:"network"`
 	Revision int64        `json:"revision"`
 }
 
-// Allocations is the combined content of all NetworkAllocations. Named and Freed are sorted by
-// network, then by object, and hold each network of an object once, with its highest revision.
+// Allocations is the combined content of all NetworkAllocations. Named has the entries of
+// spec.networks, and Freed those of spec.freed. Both lists are sorted by network, then by object.
+// They have each network of an object once, with its highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
 	// Revision is the highest revision of allocated and freed networks; 0 if there are none.
@@ -53,13 +53,12 @@ type Allocations struct {
 	Own, OwnPods []netip.Prefix
 }
 
-// revisionAhead is the maximum time that a revision may be ahead of our clock, because clocks
-// differ.
+// revisionAhead is the maximum time by which a revision may be ahead of our clock. Clocks differ.
 const revisionAhead = 24 * time.Hour
 
-// Revision returns n, or 0 if n is negative or far ahead of the time now. The manager takes
-// revisions from its clock, in milliseconds. It ignores a revision that is far ahead of the clock,
-// because no later revision would exceed it.
+// Revision returns the revision n, or 0 if n is negative or more than revisionAhead after now. A
+// revision is at least the time of the change, in milliseconds since 1970. A revision from the far
+// future is ignored, because it would exceed all later revisions.
 func Revision(n int64, now time.Time) int64 {
 	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
 		return 0
@@ -79,8 +78,8 @@ func Version(text string) int64 {
 
 // NamedSince returns the resourceVersion at which a NetworkAllocation first named its current
 // networks. If spec records none for this UID and revision, it returns the object's current
-// resourceVersion. The result never exceeds the current one, even after a restore of the API
-// server's state.
+// resourceVersion. The result never exceeds the current resourceVersion, even after a restore of
+// etcd.
 func NamedSince(uid, resourceVersion string, spec *isthmus.NetworkAllocationSpec) int64 {
 	now, since := Version(resourceVersion), spec.NetworksSince
 	if since == nil || since.UID != uid || since.Revision != spec.Revision {
@@ -121,8 +120,8 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 	return a, problems
 }
 
-// OwnIn returns the networks of our own cluster. After a change of our cluster ID several objects
-// may have such networks; the object with the highest revision counts.
+// OwnIn returns the networks of our own cluster. After a change of our cluster ID, several objects
+// may have spec.own; the object with the highest revision counts.
 func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetworks) {
 	latest := int64(-1)
 	for i := range all {
@@ -133,7 +132,8 @@ func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetwo
 	return own
 }
 
-// parseAllocated parses a network. It reports an invalid one and returns the zero Prefix for it.
+// parseAllocated parses a network. If the network is invalid, it reports a problem and returns the
+// zero Prefix.
 func (r *report) parseAllocated(field, text string) netip.Prefix {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p.Bits() == 0 {

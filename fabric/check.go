@@ -92,8 +92,8 @@ type specialRange struct {
 	name   string
 }
 
-// specialRanges cannot belong to any cluster's pods. 240.0.0.0/4 is not among them: clusters do use
-// it for pods (GKE allows class E).
+// specialRanges cannot belong to any cluster's pods. 240.0.0.0/4 is missing here, because some
+// clusters use it for pods (GKE allows class E).
 var specialRanges = []specialRange{
 	{netip.MustParsePrefix("0.0.0.0/8"), "this network, RFC 1122"},
 	{netip.MustParsePrefix("127.0.0.0/8"), "loopback"},
@@ -142,7 +142,7 @@ func special(p netip.Prefix) (specialRange, bool) {
 }
 
 // A pair is one network in two forms: as its own cluster uses it, and as the other side sees it.
-// ownAt and seenAt are the places from which the two were read.
+// ownAt and seenAt are the places from which own and seen were read.
 type pair struct {
 	own, seen     netip.Prefix
 	ownAt, seenAt place
@@ -165,8 +165,8 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 		pair{p.Remote.External, p.Remote.ExternalSeen, at.remoteExternal, at.remoteExternalSeen}
 }
 
-// check returns all faults of the peer, without regard to other peers. It alone defines a valid
-// peer; parsing comes before it. from has the places from which the values were read.
+// check returns all faults of a parsed peer, without regard to other peers. from has the places
+// from which the values were read.
 func (p *Peer) check(from places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
@@ -206,8 +206,8 @@ func (p *Peer) check(from places) []Problem {
 	return r.problems
 }
 
-// checkNetwork checks one network and its remapping. It returns false if n must not be compared
-// with other networks.
+// checkNetwork checks one network and its remapping. It returns false if n is invalid; then a
+// comparison with other networks is pointless.
 func (r *report) checkNetwork(n pair) bool {
 	sound := r.checkPrefix(n.ownAt, n.own)
 	if !n.remapped() {
@@ -227,7 +227,7 @@ func (r *report) checkNetwork(n pair) bool {
 }
 
 // CheckNetwork returns the reason why a network of pods or of mapped endpoints is invalid, or "".
-// It allows the same prefix lengths as the CRD: even the longest leaves room for the network
+// It allows the same prefix lengths as the CRD. Every permitted network has room for the network
 // address, which NAPT uses, and for a first host.
 func CheckNetwork(p netip.Prefix) string {
 	shortest := 8

@@ -16,14 +16,16 @@
 // backend_config, and addresses as text. Elsewhere addresses are netip values, and the zero
 // netip.Prefix means absent.
 //
-// The notation in comments is that of Liqo's fabric, seen from our cluster A with a peer B: Pa and
-// Xa are our PodCIDR and ExternalCIDR, Pa@B and Xa@B the same two as B sees them, Pb@A and Xb@A
-// those of B as we see them.
+// An ExternalCIDR is a network whose addresses stand for endpoints that are not pods. Comments use
+// Liqo's notation for our cluster A and a peer B. Pa and Xa are the PodCIDR and the ExternalCIDR of
+// A. Pa@B and Xa@B are the networks that B uses for Pa and Xa. Pb, Xb, Pb@A and Xb@A are the same
+// with A and B exchanged.
 //
 // A refusal is a Problem that names the object, the field, the value found and the value expected.
 // A refused peer or mapping never affects the others.
 //
-// Functions may be called concurrently. Results may share memory with arguments, so callers modify
-// neither. Functions and methods that work in place say so. GatewayDecider, Decider, PodDecider and
-// PodPlaces keep state between calls and are not safe for concurrent use.
+// Functions may be called concurrently. Results may share memory with arguments, so callers must
+// modify neither. The comments of functions and methods that work in place state this.
+// GatewayDecider, Decider, PodDecider and PodPlaces keep state between calls and are not safe for
+// concurrent use.
 package fabric

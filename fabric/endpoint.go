@@ -8,18 +8,19 @@ import (
 )
 
 // A Site holds the addresses of our own cluster and the networks behind the tunnels. No peer's
-// gateway can have one of these addresses. A Site is read-only. The zero Site has no addresses.
+// gateway can have an address that the Site contains. A Site is read-only. The zero Site has no
+// addresses.
 type Site struct {
 	Networks []SiteNetwork         // may overlap; the first one that contains an address counts
 	Addrs    map[netip.Addr]string // single addresses; the value ends the sentence "192.0.2.1 is ..."
-	Relays   map[netip.Addr]bool   // those keys of Addrs from which Services relay messages of peers
+	Relays   map[netip.Addr]bool   // those keys of Addrs that may be the source of a peer's message; see WithRelays
 }
 
 // A SiteNetwork is a network that cannot contain the gateway of a peer.
 type SiteNetwork struct {
 	Prefix netip.Prefix // the zero Prefix contains nothing
 	What   string       // ends the sentence "192.0.2.1 is inside 192.0.2.0/24, ..."
-	Relay  bool         // Services relay messages of peers from addresses in it
+	Relay  bool         // addresses in it may be the source of a peer's message; see WithRelays
 }
 
 // Equal reports whether all fields of s and other are equal.
@@ -28,8 +29,8 @@ func (s Site) Equal(other Site) bool {
 	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
 }
 
-// With returns a copy of the Site with additional addresses. description applies to all of them; it
-// has the form of the values of Addrs.
+// With returns a copy of the Site with additional addresses. description becomes the value of each
+// of these addresses in Addrs.
 func (s Site) With(addrs []netip.Addr, description string) Site {
 	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))
 	maps.Copy(all, s.Addrs)
@@ -40,9 +41,9 @@ func (s Site) With(addrs []netip.Addr, description string) Site {
 	return s
 }
 
-// WithRelays is With for addresses of nodes from which a peer's message may come: a node that
-// forwards packets for the gateway's Service to another node replaces their source by its own
-// address.
+// WithRelays is like With, for addresses of nodes that may be the source of a peer's message. If a
+// node forwards a packet for the gateway's Service to another node, it replaces the source of the
+// packet by its own address.
 func (s Site) WithRelays(addrs []netip.Addr, description string) Site {
 	s = s.With(addrs, description)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))
@@ -123,7 +124,7 @@ func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
 	return x.networks.find(addr, func(i int) bool { return x.site.Networks[i].Relay == relay })
 }
 
-// CheckEndpoint is a faster Site.CheckEndpoint.
+// CheckEndpoint is a faster form of Site.CheckEndpoint.
 func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
 		first := -1 // lowest index of a network that contains addr; -1: none
@@ -138,8 +139,8 @@ func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 }
 
 // CheckSource returns the reason why no message of a peer can come from addr, or "". Replies go to
-// the source of a message, so the source is checked like an endpoint. Only addresses from which
-// Services relay messages are exempt.
+// the source of a message, so the source is checked like an endpoint. Only addresses of nodes that
+// forward peers' messages are exempt; see WithRelays.
 func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
@@ -147,28 +148,29 @@ func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string { return x.site.describe(addr, x.find(addr, false)) })
 }
 
-// RelaysFrom reports whether Services relay messages of peers from addr, so that the address does
-// not identify the sender.
+// RelaysFrom reports whether addr may be the source of forwarded messages of several peers, so that
+// it does not identify the sender.
 func (x *SiteIndex) RelaysFrom(addr netip.Addr) bool {
 	addr = addr.Unmap().WithZone("")
 	return x.site.Relays[addr] || x.find(addr, true) >= 0
 }
 
-// endpointRanges cannot contain a gateway, in addition to specialRanges and metadataRanges. Pods
-// may have addresses in them (GKE allows class E).
+// endpointRanges cannot contain a gateway, just like specialRanges and metadataRanges. Pods may
+// have addresses in endpointRanges (GKE allows class E).
 var endpointRanges = []specialRange{
 	{netip.MustParsePrefix("240.0.0.0/4"), "reserved, RFC 1112"},
 }
 
-// Networks of IPv6 addresses that embed an IPv4 address. Packets finally go to the IPv4 address.
+// Networks of IPv6 addresses that embed an IPv4 address. A packet to such an address reaches the
+// host with the IPv4 address.
 var (
 	nat64     = netip.MustParsePrefix("64:ff9b::/96") // DNS64 returns it in networks without IPv4
 	sixToFour = netip.MustParsePrefix("2002::/16")
 	teredo    = netip.MustParsePrefix("2001::/32")
 )
 
-// embedded returns the IPv4 address that is embedded in an IPv6 address. kind describes the path of
-// a packet to it; it is empty if no address is embedded.
+// embedded returns the IPv4 address that is embedded in an IPv6 address. kind is the mechanism that
+// carries packets to v4, or "" if addr embeds no address.
 func embedded(addr netip.Addr) (v4 netip.Addr, kind string) {
 	b := addr.As16()
 	switch {

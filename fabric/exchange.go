@@ -91,7 +91,7 @@ func (r Receiver) site() Site {
 
 // Neighbours lists the conflicts of a claim with our other peers.
 type Neighbours struct {
-	TakenKeys         [][32]byte // the claim's public keys that another peer had first, for any tunnel
+	TakenKeys         [][32]byte // the claim's public keys, of any tunnel, that belong to another peer
 	EndpointTunnelled bool       // the endpoint is inside a network that we use for another peer
 }
 
@@ -147,8 +147,9 @@ func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []R
 	return refusals
 }
 
-// CheckAllocation returns the reasons why we cannot use two networks for the sender of a claim,
-// even though the IPAM state allows them. gateways are our peers' endpoints inside one of them.
+// CheckAllocation returns the reasons why podSeen and externalSeen cannot represent the networks of
+// a claim here, even though the IPAM state allows both. gateways are the addresses of peers'
+// gateways inside one of the two.
 func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {

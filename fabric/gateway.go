@@ -21,7 +21,7 @@ type Gateway struct {
 	Site                   Site           // with our networks and the networks of all peers, which cannot contain a gateway
 }
 
-// GatewayPeer is everything that a gateway needs to know about one peer.
+// GatewayPeer is the configuration of a gateway for one peer.
 type GatewayPeer struct {
 	ID, Name  string
 	Local     Networks // our networks, and the networks that the peer uses for them
@@ -40,8 +40,9 @@ type GatewayPeer struct {
 	// overlap with no AllowedIPs of another peer.
 	AllowedIPs [2]netip.Prefix
 
-	// Rules are for the NAT engine. Its SetPeers accepts the rules of all peers of one Gateway
-	// together. The gateway adds MTU and MSS to them, which depend on the path to the peer.
+	// Rules are the peer's rules for the NAT engine. The gateway adds MTU and MSS, which depend on
+	// the path to the peer. natengine.Engine.SetPeers accepts the rules of all peers of one Gateway
+	// together.
 	Rules natengine.Peer
 
 	// Probe is the destination of the connection check's PINGs: the first host of Xb@A, UDP port
@@ -51,21 +52,20 @@ type GatewayPeer struct {
 	Origin Origin // the object this peer was read from
 }
 
-// GatewayFor computes the desired state of the gateway. Sources call it, or a GatewayDecider, and
-// deliver the result. The gateway only applies the result.
+// GatewayFor computes the desired state of the gateway. Problems are sorted.
 //
 // A peer is refused if it is invalid or conflicts with an accepted peer. Peers conflict if they
 // have the same cluster ID or the same public key. They also conflict if a network of one peer, as
-// we see it, overlaps a network of the other peer or one of our own networks towards the other
-// peer. Our own networks can differ between peers during a change, because each peer answers the
-// change separately. Of two conflicting peers the first by age, then ID, then origin is accepted.
-// GatewayFor omits only an invalid mapping, not its peer: the mapped address does not answer, but
-// the peer's pods stay connected. Problems are sorted.
+// we see it, overlaps a network of the other peer or one of our own networks in the TunnelEndpoint
+// of the other peer. Our own networks can differ between peers during a change, because each peer
+// answers the change separately. Of two conflicting peers, GatewayFor accepts the older one. If the
+// ages are equal, the ID decides, and then the origin. If a mapping is invalid, GatewayFor omits
+// only that mapping, so that the peer's pods stay connected.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
-// NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping that
-// puts 169.254.0.1 at another address is a leftover of an earlier peering, because Liqo never
-// changes its answers. GatewayFor refuses it, or no check of the peer would get an answer.
+// NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping may
+// map 169.254.0.1 to another address if it is left from an earlier peering. GatewayFor refuses such
+// an entry, because the peer's check would get no answer.
 func GatewayFor(in Intent) (Gateway, []Problem) {
 	var (
 		gw       = Gateway{ClusterID: in.ClusterID, ClusterName: in.ClusterName}
@@ -130,7 +130,7 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 // peers are equal in this order.
 func byAge(a, b Peer) int {
 	order := cmp.Or(
-		cmp.Compare(a.Created, b.Created), // 0 (unknown) counts as oldest, because somebody wrote the object by hand
+		cmp.Compare(a.Created, b.Created), // 0 (unknown) counts as oldest: the object was written by hand
 		cmp.Compare(a.ID, b.ID),
 		a.Origin.compare(b.Origin),
 	)
@@ -140,8 +140,8 @@ func byAge(a, b Peer) int {
 	return order
 }
 
-// endpointsFor returns the engine's endpoints for a peer: those of its mappings, and the gateway's
-// own address. They are sorted by the address that the peer sees.
+// endpointsFor returns the engine's endpoints for a peer, sorted by the address that the peer sees:
+// those of the peer's mappings, and the gateway's own address.
 func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	var (
 		r        = report{origin: p.MappingsOrigin}
@@ -162,7 +162,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		field := "spec.clusterMappings[" + quote(m.Real.String()) + "]"
 		switch {
 		case m == self:
-			// endpoints already contains it
+			// endpoints already contains the gateway's own address
 		case !m.Real.IsValid() || !m.Seen.IsValid():
 			r.add(field, "has no address; want an endpoint and the address at which cluster %s sees it", quote(p.ID))
 		case !external.Contains(m.Seen):
@@ -187,7 +187,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	return endpoints, r.problems
 }
 
-// A keeper remembers accepted peers, to find conflicts with them.
+// A keeper holds the accepted peers, to find conflicts of further peers with them.
 type keeper struct {
 	id        string        // our own cluster ID
 	own       [][32]byte    // our own public keys
@@ -314,14 +314,14 @@ func (k *keeper) endpointAt(addr netip.Addr) int {
 	return at
 }
 
-// find returns the index in k.nets at which prefix is or has to be inserted, and a network that
-// overlaps prefix, or nil.
+// find returns the index of prefix in k.nets, or the index at which to insert it. overlapped is a
+// network in k.nets that overlaps prefix, or nil.
 func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *peerNetwork) {
 	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *peerNetwork, p netip.Prefix) int {
 		return o.prefix.Addr().Compare(p.Addr())
 	})
-	// Prefixes overlap only when one contains the other, so among disjoint ones it is enough to
-	// look at both neighbours.
+	// Two prefixes overlap only if one contains the other. k.nets are disjoint, so prefix can
+	// overlap only its two neighbours.
 	for i := max(at-1, 0); i <= at && i < len(k.nets); i++ {
 		if k.nets[i].prefix.Overlaps(prefix) {
 			return at, k.nets[i]
@@ -338,7 +338,7 @@ func (k *keeper) check(p *Peer) []Problem {
 		r.addAt(at.id, "%s is our own cluster ID; want the ID of the remote cluster", quote(p.ID))
 	}
 	if other := k.ids[p.ID]; other != nil {
-		r.addAt(at.id, "%s is also the cluster of %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
+		r.addAt(at.id, "%s is also the cluster ID in %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
 	}
 	if slices.Contains(k.own, p.PublicKey) {
 		r.addAt(at.publicKey, "is our own public key; want that of cluster %s", quote(p.ID))
@@ -373,8 +373,8 @@ func (k *keeper) check(p *Peer) []Problem {
 			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
-		// A network with another peer's gateway inside would route the UDP packets of that peer's
-		// tunnel into this peer's tunnel.
+		// If the network contained another peer's gateway, the UDP packets of that peer's tunnel
+		// would be routed into this peer's tunnel.
 		if i := k.endpointAt(n.seen.Addr()); i < len(k.endpoints) && n.seen.Contains(k.endpoints[i].addr) {
 			g := k.endpoints[i]
 			r.addAt(n.at(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
@@ -418,7 +418,7 @@ func (p GatewayPeer) String() string {
 	}
 	for _, m := range p.Rules.Pods {
 		if m.From == m.To {
-			fmt.Fprintf(&b, "  out source %v stays\n", m.From)
+			fmt.Fprintf(&b, "  out source %v unchanged\n", m.From)
 		} else {
 			fmt.Fprintf(&b, "  out source %v -> %v\n", m.From, m.To)
 		}
@@ -426,7 +426,7 @@ func (p GatewayPeer) String() string {
 	}
 	for _, m := range p.Rules.Pods {
 		if m.From == m.To {
-			fmt.Fprintf(&b, "  in destination %v stays\n", m.To)
+			fmt.Fprintf(&b, "  in destination %v unchanged\n", m.To)
 		} else {
 			fmt.Fprintf(&b, "  in destination %v -> %v\n", m.To, m.From)
 		}

@@ -78,9 +78,9 @@ peer cccccccc-3333-4333-8333-333333333333 (c)
   wg set peer CAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg= endpoint gw.example.com:40000 tunnel 2
   route 10.248.0.0/16
   route 10.249.0.0/16
-  out source 10.244.0.0/16 stays
+  out source 10.244.0.0/16 unchanged
   out source other -> 10.244.0.0 with ports
-  in destination 10.244.0.0/16 stays
+  in destination 10.244.0.0/16 unchanged
   in destination 10.245.0.1 -> 169.254.0.1
   in destination other of 10.245.0.0/16 drop
   probe 10.249.0.1:12345
@@ -233,7 +233,7 @@ func TestGatewayForRefusesConflictingPeers(t *testing.T) {
 		{"absent network", func(p *Peer) { p.Remote.Pod = netip.Prefix{} }, "TunnelEndpoint tenant/c: spec.remotePodCIDR: is absent; want a CIDR such as 10.244.0.0/16", "b"},
 		{"host bits", func(p *Peer) { p.Remote.PodSeen = pfx("10.248.0.1/16") }, `TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: "10.248.0.1/16" has host bits set; want 10.248.0.0/16`, "b"},
 		{"our own ID", func(p *Peer) { p.ID = idA }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idA + `" is our own cluster ID; want the ID of the remote cluster`, "b"},
-		{"another peer's ID", func(p *Peer) { p.ID = idB }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idB + `" is also the cluster of TunnelEndpoint tenant/b; want one TunnelEndpoint for each cluster`, "b"},
+		{"another peer's ID", func(p *Peer) { p.ID = idB }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idB + `" is also the cluster ID in TunnelEndpoint tenant/b; want one TunnelEndpoint for each cluster`, "b"},
 		{"our own key", func(p *Peer) { p.PublicKey = keyOf(1) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
 		{"another peer's key", func(p *Peer) { p.PublicKey = keyOf('b') }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a different key for each cluster`, "b"},
 		{"a different PodCIDR of ours", func(p *Peer) { p.Local.Pod = pfx("10.243.0.0/16") }, "", "bc"},

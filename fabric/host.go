@@ -16,8 +16,9 @@ var (
 	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
 	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
 
-	// Router6 is the source of ICMPv6 errors, as HopGateway4 is the source of ICMP errors; a
-	// link-local address is not suitable. Like GatewayAddr6, it is in the discard-only prefix.
+	// Router6 is the source of the gateway's ICMPv6 errors, as HopGateway4 is of its ICMP errors. A
+	// link-local address would be unsuitable, because it is valid only on the link. Like
+	// GatewayAddr6, it is in the discard-only prefix.
 	Router6 = netip.MustParseAddr("100::a9fe:6401")
 
 	// hopTun6 is the next hop of IPv6 routes to several TUNs. The kernel balances IPv6 only among
@@ -59,20 +60,20 @@ func (s TunnelSet) devs() string {
 	return kernel.Devs(names...)
 }
 
-// GatewayHostFor computes the kernel state of both namespaces of a gateway: packets for its peers
-// reach the TUNs, and everything else that leaves a TUN reaches the host. tunnels is the number of
-// TUNs. inUse holds the tunnels that carry flows, by peer ID. For a peer without an entry, only
-// tunnel 0 carries flows.
+// GatewayHostFor computes the kernel state of the gateway's namespace and of its host: packets for
+// peers reach the TUNs, and all other packets that leave a TUN reach the host. tunnels is the
+// number of TUNs. inUse holds the tunnels that carry flows, by peer ID. For a peer without an
+// entry, only tunnel 0 carries flows.
 //
 // If several tunnels lead to a peer, the kernel chooses one by the hash of addresses and ports, so
-// that a flow stays in its tunnel. Fragments have no ports; the kernel hashes them by addresses, so
-// they stay together.
+// that a flow stays in its tunnel. Fragments have no ports. The kernel hashes only their addresses,
+// so all fragments of a packet take the same tunnel.
 //
-// Both ends of the veth have the MTU of the tunnel, the largest of all peers. The host therefore
-// refuses a larger packet of a pod, and the pod gets the ICMP error from an address that it knows.
-// A superpacket passes, because the kernel compares the size of its segments. If a packet fits this
-// MTU but not the MTU of its peer, the engine answers with an ICMP error. If a peer with a larger
-// tunnel sends a packet that is too large, the gateway's namespace answers with such an error.
+// mtu is the largest MTU of all peers' tunnels. Both ends of the veth have this MTU. If a pod sends
+// a larger packet, the host refuses it, so the ICMP error comes from the host. A superpacket
+// passes, because the kernel compares the size of its segments. If a packet fits mtu but not the
+// MTU of its peer's tunnel, the engine answers with an ICMP error. If a packet from a peer exceeds
+// mtu, the gateway's namespace answers with an ICMP error.
 func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix
@@ -99,7 +100,7 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 			{In: kernel.Inner, Name: kernel.VethGateway, MTU: mtu, MAC: macGateway, Up: true},
 		},
 	}
-	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each network, and the routes of the veth
+	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each network, and three for the veth
 	for i := range tunnels {
 		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: mtu, Up: true})
 	}
@@ -159,13 +160,13 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 }
 
 // gatewaySettings returns the sysctls of the gateway's namespace, and of the veth on the host:
-//   - The namespace forwards. For IPv4 that is set per device by netlink. ip_forward would need
-//     /proc/sys, which is read-only in a container.
+//   - The namespace forwards. IPv4 forwarding is set for each device by netlink, because ip_forward
+//     would need /proc/sys, which is read-only in a container.
 //   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
 //     packet for another peer's mapped endpoint.
 //   - Redirects are off, because a packet may leave by the TUN through which it came.
-//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it,
-//     and the tunnel would count them as dropped.
+//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from such
+//     an address, and the tunnel would count these packets as dropped.
 //   - The hash that chooses among several tunnels includes ports.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {

@@ -94,8 +94,8 @@ type MappingSet struct {
 	Origin   Origin    // the object from which the mappings were read
 }
 
-// Waiting names a set of mappings whose peer does not exist (yet). That is no Problem: the
-// NatMapping of a new peering usually exists before its TunnelEndpoint.
+// Waiting names a set of mappings whose peer does not exist yet. That is no Problem: the NatMapping
+// of a new peering usually exists before its TunnelEndpoint.
 type Waiting struct {
 	ID     string // cluster ID of the missing peer
 	Origin Origin // the object with the mappings
@@ -114,9 +114,10 @@ type Intent struct {
 }
 
 // Attach assigns the mappings in sets to the peers with the same cluster ID. It returns copies of
-// the peers in the same order, the sets whose peer is missing, and a Problem for each duplicate: of
-// several sets for one cluster, it uses the one whose Origin sorts first. Peers that share a
-// cluster ID all get the set; GatewayFor refuses all but one of them.
+// the peers in the same order, the sets whose peer is missing, and a Problem for each duplicate
+// set. If there are several sets for one cluster, Attach uses the set whose Origin sorts first. If
+// several peers have the same cluster ID, each gets the set; GatewayFor accepts only one of these
+// peers.
 func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting, problems []Problem) {
 	sets = slices.SortedFunc(slices.Values(sets), func(a, b MappingSet) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.ID, b.ID),
@@ -183,7 +184,7 @@ func (o Origin) compare(p Origin) int {
 		cmp.Compare(o.Namespace, p.Namespace), cmp.Compare(o.Name, p.Name))
 }
 
-// Problem is a refusal. It is an error, for errors.Join, and comparable with ==.
+// Problem is the refusal of a value in an object. It implements error, and is comparable with ==.
 type Problem struct {
 	Origin  Origin // the object at fault
 	Field   string // JSON path within the object, "spec.remotePodCIDR"; may be empty

@@ -73,7 +73,7 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	return r.checked(p, at)
 }
 
-// specOf returns the spec from which PeerFrom reads p, which must be valid.
+// specOf is the inverse of PeerFrom. p must be valid.
 func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	return v1alpha1.TunnelEndpointSpec{
 		ClusterIdentity:       v1alpha1.ClusterIdentity{ClusterID: p.ID, ClusterName: p.Name},
@@ -91,8 +91,8 @@ func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	}
 }
 
-// NetworkConfigFor returns the spec from which ClaimFrom reads c. recipient is the cluster to which
-// the spec is addressed.
+// NetworkConfigFor is the inverse of ClaimFrom. recipient is the cluster to which the spec is
+// addressed.
 func NetworkConfigFor(c Claim, recipient v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
 	return v1alpha1.NetworkConfigSpec{
 		RemoteCluster: recipient,
@@ -147,7 +147,7 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 
 // MappingsFrom reads a NatMapping. It returns the valid entries, sorted by the address seen, and a
 // Problem for each other entry. Without a valid cluster ID or ExternalCIDR no entry is valid. It
-// cannot tell whether spec.externalCIDR is outdated; GatewayFor checks the addresses.
+// does not detect an outdated spec.externalCIDR; GatewayFor checks the addresses.
 func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings []Mapping, problems []Problem) {
 	r := report{origin: o}
 	if wrong := CheckClusterID(nm.Spec.ClusterID); wrong != "" {
@@ -181,7 +181,8 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 	return nm.Spec.ClusterID, mappings, SortProblems(r.problems)
 }
 
-// checked returns a peer that was read, or all problems of reading and checking it.
+// checked checks the peer p, which was just read. It returns p, or all problems of the read and the
+// check.
 func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 	type field struct {
 		origin Origin
@@ -208,7 +209,7 @@ func (r *report) remapped(at place, value string, natAt place, nat string) (own,
 	switch nat {
 	case v1alpha1.None:
 		return own, own
-	case "": // Liqo accepts no empty value, either: a half-written answer must not count as None
+	case "": // as in Liqo: an incomplete answer must not count as None
 		r.addAt(natAt, "is empty; want a CIDR or \"None\"")
 		return own, netip.Prefix{}
 	}

@@ -47,26 +47,28 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 
 // NodeFor computes the desired kernel state of our node.
 //
-// If the gateway is a Pod with its own network, all nodes are alike: packets for a remote network
-// go through the overlay to that Pod, and packets for the node's own pods come from that Pod.
+// If the gateway is a Pod with its own network, each node sends packets for peers through the
+// overlay to that Pod. The Pod sends packets from peers through the overlay to the node of the
+// destination pod.
 //
-// If the gateway has the host's network, other nodes send packets for a remote network through the
-// overlay to the gateway's node. That node sends packets from a remote network through the overlay
-// to the pod's node. Requests and answers take the same path, so neither strict rp_filter nor a
-// cloud's anti-spoofing sees an unexpected address. Traffic within the cluster does not change.
+// If the gateway uses the host's network, the other nodes send packets for peers through the
+// overlay to the gateway's node. That node sends packets from peers through the overlay to the node
+// of the destination pod.
 //
-// Packets for a network of a peer leave only on these paths. Without a path (no gateway yet, IPv6
-// on another node, a peer that GatewayFor refuses) the node refuses the packets as soon as the
-// network is allocated. It also refuses packets of a peer to pods that the overlay does not reach.
+// Requests and answers take the same path, so strict rp_filter and a cloud's anti-spoofing do not
+// drop them. Traffic within the cluster does not change. Packets for a peer's network never take
+// another path. If the path is missing (no gateway yet, IPv6 on another node, a peer that
+// GatewayFor refuses), the node refuses these packets from the time when the network is allocated.
+// It also refuses packets from peers to pods that the overlay does not reach.
 //
 // GatewayFor decides which peers are valid, as in the gateway. NodeFor ignores an address of a node
 // inside a peer's network. If two nodes have the same overlay address, the older one keeps it. If
 // our node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
-// A Decider computes the state for successive intents. There may be thousands of routes for
-// networks of peers. The Decider reuses these routes until the networks change. The zero value is
-// ready. Only one goroutine may use it, and callers must not modify the result.
+// A Decider computes the state for successive intents. A Decider reuses the routes for networks of
+// peers, of which there may be thousands, until these networks change. The zero value is ready.
+// Only one goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
 	src     netip.Addr     // source of the routes to the gateway; zero: no such routes
@@ -130,8 +132,8 @@ func (m *Decider) setRefused(refused []netip.Prefix) {
 	}
 }
 
-// peers returns the routes of all networks of peers: routes to the gateway, if src is valid, and
-// routes that refuse packets. It caches them.
+// peers returns the routes for all networks of peers: routes to the gateway, if src is valid, and
+// routes that refuse packets. It caches the result.
 func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	if m.made && src == m.src {
 		return m.routes
@@ -173,7 +175,7 @@ type nodeDecision struct {
 	src        netip.Addr                // source of the routes to the one gateway; zero: no such routes
 	trusted    bool                      // see podCIDRsHold
 	overlay    map[string]netip.Addr     // overlay addresses by name of the node
-	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
+	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets only from them
 	node       kernel.State
 	problems   []Problem
 }
@@ -242,8 +244,8 @@ func (d *nodeDecision) selectGateways(in NodeIntent) {
 	}
 }
 
-// findOverlays computes the overlay addresses of nodes. Of two nodes with the same overlay address
-// the older keeps it.
+// findOverlays computes the overlay addresses of nodes. If two nodes have the same overlay address,
+// the older node keeps it.
 func (d *nodeDecision) findOverlays() {
 	d.overlay = make(map[string]netip.Addr, len(d.nodes))
 	taken := make(map[netip.Addr]ClusterNode, len(d.nodes))
@@ -403,7 +405,7 @@ func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []neti
 }
 
 // nameStrangers reports pods of our node whose addresses are in none of the pod networks that peers
-// know. Of such a pod, peers see the gateway's address instead of the pod's.
+// know. Peers see the gateway's address instead of the address of such a pod.
 func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
 		return
@@ -438,8 +440,8 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 		strings.Join(slices.Compact(names), ", "), stranger)
 }
 
-// toGateway sends packets for all networks of peers to the one gateway. If the gateway is unknown
-// or the overlay is missing, there is no route to it, and the routes in RefuseTable refuse the
+// toGateway sends packets for all networks of peers to the only active gateway. If that gateway is
+// unknown or the overlay is missing, it adds no route, and the routes in RefuseTable refuse the
 // packets.
 func (d *nodeDecision) toGateway(gateway netip.Addr) {
 	if _, known := d.gateways[gateway]; !known {

@@ -33,7 +33,7 @@ type NodeIntent struct {
 	OnlyPods bool
 	// Gateway is the address of the active gateway, if the gateway reports it once for all peers.
 	// It is set only with OnlyPods. All peers' networks are then behind this gateway, so Tunnels
-	// may be missing. If it is zero, each Tunnel has the address of its gateway.
+	// may be empty. If Gateway is zero, each Tunnel has the address of its gateway.
 	Gateway netip.Addr
 	// Trusted is true if OnlyPods is set and the pods of our node have addresses from its podCIDRs.
 	// Pods may then be empty; otherwise it must include the pods of our node. See Trust.
@@ -137,8 +137,8 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 }
 
 // Senders returns the gateways that are Pods with their own network, active or not. Our node
-// accepts outer packets from all of them. When another gateway becomes active, nodes learn it at
-// different times, and the previous gateway still delivers packets from peers.
+// accepts outer packets from all of them. After another gateway has become active, the previous one
+// still delivers packets from peers for a moment.
 func (in *NodeIntent) Senders() (all []GatewayPod) {
 	for _, g := range in.Gateways {
 		if g.Addr.Is4() && !g.HostNetwork && !slices.Contains(all, g) {
@@ -148,8 +148,8 @@ func (in *NodeIntent) Senders() (all []GatewayPod) {
 	return all
 }
 
-// nextHops returns those Senders that in.Gateway or a tunnel names. Our node sends packets to them.
-// There is more than one only for a moment, while the active gateway changes.
+// nextHops returns those Senders that in.Gateway or a tunnel names. Our node sends outer packets to
+// these gateways. There are several only for a moment, while the active gateway changes.
 func (in *NodeIntent) nextHops() []GatewayPod {
 	return slices.DeleteFunc(in.Senders(), func(g GatewayPod) bool {
 		if in.Gateway.IsValid() {
@@ -159,10 +159,10 @@ func (in *NodeIntent) nextHops() []GatewayPod {
 	})
 }
 
-// Carriers returns two lists. outer are the destinations of our node's outer packets, from which
-// the agent learns the MTU. nodes are addresses of nodes, from which the agent learns the underlay
-// devices. If all gateways are Pods, outer has the active gateways' Pods, and nodes has the nodes
-// of all gateways. Otherwise both also have the nodes with which ours exchanges packets.
+// Carriers returns the destinations of our node's outer packets, for which the agent determines the
+// MTU, and addresses of nodes to which the underlay devices lead. If all gateways are Pods, outer
+// has the addresses of active gateways' Pods, and nodes has the nodes of all gateways. Otherwise
+// both lists also have the nodes with which our node exchanges outer packets.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {
@@ -299,9 +299,9 @@ func lastButOne(p netip.Prefix) netip.Addr {
 }
 
 // podCIDRsHold reports whether the cluster's pods have addresses from the podCIDRs of their nodes.
-// Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. All pods of our node
-// and those of at least half of the nodes with pods must match, so that write access to the status
-// of one node's Pods does not change the result for other nodes.
+// Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. For a true result,
+// all pods of our node must match, and all pods of at least half of the nodes with pods. Thus write
+// access to the status of one node's Pods does not change the result for other nodes.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {

@@ -87,7 +87,8 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 }
 
 // NodeNetworksFrom reads a report. A node can write anything into its own report. Networks that are
-// invalid or wider than WidestNodeNetwork are therefore ignored, with one Problem for all of them.
+// invalid or wider than WidestNodeNetwork are therefore ignored. One Problem reports all ignored
+// networks.
 func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Problem) {
 	r := report{origin: Origin{Kind: "NodeNetworks", Namespace: from.Namespace, Name: from.Name}}
 	wrong, first := 0, ""
@@ -167,10 +168,10 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 }
 
 // NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. own has
-// the networks of the cluster's pods and Services. NodeRoutesOf leaves out routes into these,
-// because a CNI may have thousands. It returns at most 128 routes: first the routes via an address
-// in nodes, and last the routes via the next hop of a default route, because that is hardly ever a
-// node.
+// the networks of the cluster's pods and Services. NodeRoutesOf leaves out routes into own, because
+// a CNI may have thousands of them. It returns at most 128 routes. Routes via an address in nodes
+// come first. Routes via the next hop of a default route come last, because that next hop is hardly
+// ever a node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2
 	ranks := make(map[netip.Addr]int)
@@ -212,10 +213,9 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// limitNetworks merges networks of one family until at most limit are left. It cuts all prefixes
-// that are longer than some length to that length, and uses the greatest length that leaves few
-// enough networks. limit must be at least the number of networks of length WidestNodeNetwork in a
-// family.
+// limitNetworks merges networks of one family until at most limit are left. It shortens all longer
+// prefixes to a common length, the greatest length for which at most limit networks are left. limit
+// must be at least the number of networks of length WidestNodeNetwork in a family.
 func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
@@ -234,8 +234,8 @@ func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	return cut(longest - steps)
 }
 
-// mergeNetworks sorts networks, removes those inside others, and joins two halves of a network that
-// is not wider than WidestNodeNetwork. It works in place.
+// mergeNetworks sorts networks, removes each network inside another one, and joins the two halves
+// of a network that is not wider than WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
 	slices.SortFunc(networks, netip.Prefix.Compare) // in this order, a network precedes the networks inside it
 	out := networks[:0]

@@ -74,7 +74,8 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) 
 }
 
 // toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get its
-// underlay address as source: the gateway knows that address, and no reply to it can be for a pod.
+// underlay address as source: the gateway's overlay has a route to that address, and a reply to it
+// is never for a pod.
 func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 	for i, prefix := range p.AllowedIPs {
 		if prefix.Addr().Is6() {
@@ -118,11 +119,11 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	return len(d.problems) == before
 }
 
-// guard refuses packets that a gateway on our node delivers for a peer while we do not know yet
-// that the peer's gateway is on our node. A gateway delivers as soon as it reads the
-// TunnelEndpoint, and writes its address to the status a moment later. Without the rules of
-// addTunnels, the CNI's routes would send such packets to other nodes, unencrypted. While no
-// gateway is known to be on our node, one rule per family covers all peers.
+// guard refuses packets from a gateway on our node if the TunnelEndpoint of the peer does not name
+// that gateway yet. A gateway delivers packets as soon as it reads the TunnelEndpoint, and writes
+// its address to the status a moment later. Until then, addTunnels adds no rules for the peer, and
+// the CNI's routes would send the packets to other nodes, unencrypted. If no TunnelEndpoint names a
+// gateway on our node, one rule per family covers all peers.
 func (d *nodeDecision) guard(local []netip.Prefix) {
 	if len(local) == 0 {
 		for _, everything := range everythingOf(d.refused) {
@@ -144,7 +145,7 @@ func (d *nodeDecision) guard(local []netip.Prefix) {
 // of peers for pods of other nodes.
 //
 // Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
-// route could take them out of the cluster.
+// route could take such a packet out of the cluster.
 func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	type network struct {
 		prefix netip.Prefix
@@ -160,7 +161,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 		return at, "", false
 	}
-	for _, n := range d.nodes { // first check all networks at once: there may be thousands, and they hardly ever overlap
+	for _, n := range d.nodes { // first check all networks at once, because there may be thousands, which hardly ever overlap
 		for _, p := range n.PodCIDRs {
 			if p.IsValid() && p.Addr().Is4() {
 				networks = append(networks, network{p.Masked(), n.Name})
@@ -249,10 +250,10 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	}
 }
 
-// addRest refuses packets for all other addresses in the networks of our pods. Packets for
-// addresses of nodes go through the overlay, where the destination node's filter checks them. They
-// are replies to packets that the node sent or masqueraded, and packets for mapped endpoints on the
-// node.
+// addRest refuses packets of peers to those addresses in the networks of our pods for which there
+// is no other route. Packets to addresses of nodes go through the overlay, where the destination
+// node's filter checks them. Such packets are replies to packets that the node sent or masqueraded,
+// or they are for mapped endpoints on the node.
 func (d *nodeDecision) addRest(own []netip.Prefix) {
 	slices.SortFunc(own, netip.Prefix.Compare)
 	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })

@@ -34,8 +34,8 @@ type Owner struct {
 }
 
 // Owner returns the pod or the node with an address, according to the API server. The result is for
-// display; do not base decisions on it. It is zero if nobody has the address, or several do. The
-// first call builds an index, which SetPod keeps up to date.
+// display; do not base decisions on it. It is zero if no pod and no node has the address, or if
+// several have it. The first call builds an index, which SetPod keeps up to date.
 func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	if p.owners == nil {
 		p.owners = make(map[netip.Addr]Owner)
@@ -70,7 +70,7 @@ func (p *PodPlaces) addOwner(addr netip.Addr, o Owner) {
 }
 
 // removeOwner removes a pod's addresses from the index. If an address had several owners, it
-// discards the index, because the index does not know the remaining ones.
+// discards the index, because the index does not store the remaining owners.
 func (p *PodPlaces) removeOwner(o Owner, pods []NodePod) {
 	for _, pod := range pods {
 		if now, has := p.owners[pod.Addr]; now == o {
@@ -238,7 +238,7 @@ func (p *PodPlaces) inside(pod NodePod) bool {
 	return slices.ContainsFunc(p.nodes[pod.Node].PodCIDRs, func(c netip.Prefix) bool { return c.Contains(pod.Addr) })
 }
 
-// count replaces the tally of a node, and updates seen and holding.
+// count replaces the tally of a node, and updates p.seen and p.holding.
 func (p *PodPlaces) count(name string, now tally) {
 	if _, known := p.nodes[name]; known {
 		was := p.counts[name]

@@ -154,9 +154,10 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// independent reports whether a node's objects can be added or removed without regard to others.
-// The node must share no address or network with another node, a pod or a peer, and the state must
-// not depend on its pods and routes. m.used must not contain the node.
+// independent reports whether the objects of a node can be added or removed without a change of
+// other objects. This requires that the node shares no address or network with another node, a pod
+// or a peer, and that the state does not depend on the node's pods and routes. m.used must not
+// contain the node.
 func (m *PodDecider) independent(n ClusterNode) bool {
 	if n.Name == "" || n.Name == m.in.Node || m.routed(n) || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false
@@ -167,7 +168,7 @@ func (m *PodDecider) independent(n ClusterNode) bool {
 	})
 }
 
-// routed reports whether the gateway's node has a route to the node n, or via it.
+// routed reports whether the gateway's node has a route to the node n or via n.
 func (m *PodDecider) routed(n ClusterNode) bool {
 	at := slices.IndexFunc(m.in.Nodes, func(own ClusterNode) bool { return own.Name == m.in.Node })
 	return at >= 0 && slices.ContainsFunc(m.in.Nodes[at].Routes, func(r NodeRoute) bool {

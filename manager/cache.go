@@ -51,9 +51,9 @@ func installFirst(err error) error {
 }
 
 // cacheOptions restricts the cache to the data that the manager reads: the gateway's Secrets and
-// Services, the addresses of Nodes, and the names of Namespaces. Reports of nodes are only cached
-// from the installation namespace, because only there the API server ensures that a node writes
-// only its own report.
+// Services, the addresses of Nodes, and the names of Namespaces. It caches reports of nodes only
+// from the installation namespace: in other namespaces, a node could write the report of another
+// node.
 func cacheOptions(namespace string) cache.Options {
 	only := func(c cache.Config) cache.ByObject {
 		return cache.ByObject{Namespaces: map[string]cache.Config{namespace: c}}

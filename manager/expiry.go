@@ -20,14 +20,14 @@ import (
 )
 
 const (
-	// expiryInterval is the interval between two look-ups of all mapped endpoints. expiryGrace is the
-	// time for which an endpoint must be gone before its mappings end. So a Pod or node that is
-	// recreated with its old address keeps its mappings.
+	// expiryInterval is the interval between two look-ups of all mapped endpoints. expiryGrace is
+	// the time for which an endpoint must be gone before its mappings end. A Pod or node that is
+	// recreated with its old address within that time keeps its mappings.
 	expiryInterval = 5 * time.Minute
 	expiryGrace    = time.Hour
 	// For each look-up the API server scans all Pods in its memory, which takes some 2 µs per Pod.
 	// lookupsPerSecond and lookupBurst limit the regular look-ups. callerLookupsPerSecond and
-	// callerLookupBurst limit those for callers of the IPAM service, all callers together.
+	// callerLookupBurst limit the look-ups for all callers of the IPAM service together.
 	lookupsPerSecond, lookupBurst             = 1, 20
 	callerLookupsPerSecond, callerLookupBurst = 10, 100
 )
@@ -87,14 +87,14 @@ func (x *expiry) sweep(ctx context.Context, now time.Time) (first error) {
 	})
 	pace := rate.NewLimiter(lookupsPerSecond, lookupBurst)
 	for _, e := range known {
-		if err := x.lookFor(ctx, e, now, pace); first == nil {
+		if err := x.checkEndpoint(ctx, e, now, pace); first == nil {
 			first = err
 		}
 	}
 	return first
 }
 
-func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pace *rate.Limiter) error {
+func (x *expiry) checkEndpoint(ctx context.Context, e ipam.Endpoint, now time.Time, pace *rate.Limiter) error {
 	what, err := x.find(ctx, e.IP, pace)
 	if err != nil {
 		return err
@@ -165,7 +165,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))))
 }
 
-// ownerIf returns owner if the selector matches some object; otherwise "".
+// ownerIf returns owner if an object of the kind matches the selector; otherwise "".
 func (x *expiry) ownerIf(ctx context.Context, pace *rate.Limiter, owner, kind string, selector fields.Selector) (string, error) {
 	if err := pace.Wait(ctx); err != nil {
 		return "", err
@@ -176,7 +176,7 @@ func (x *expiry) ownerIf(ctx context.Context, pace *rate.Limiter, owner, kind st
 	// servers would read all objects from etcd.
 	err := x.Reader.List(ctx, &list, &client.ListOptions{FieldSelector: selector, Raw: &metav1.ListOptions{ResourceVersion: "0"}})
 	if err != nil {
-		return "", fmt.Errorf("look for a %s by %v: %w", kind, selector, err)
+		return "", fmt.Errorf("find a %s by %v: %w", kind, selector, err)
 	}
 	if len(list.Items) == 0 {
 		return "", nil

@@ -15,9 +15,9 @@ import (
 )
 
 // listen serves the addresses of o until the returned servers are closed. It replaces
-// controller-runtime's servers, which do not limit slow or numerous clients. While a leading
-// manager cannot begin its work, waitReason points to the reason, and the manager does not count as
-// ready. A standby counts as ready.
+// controller-runtime's servers, which do not limit slow or numerous clients. waitReason points to
+// the reason why a leading manager cannot begin its work; such a manager is not ready. A standby is
+// ready.
 func listen(o Options, mgr ctrl.Manager, waitReason *atomic.Pointer[string]) (*httpserve.Servers, error) {
 	public, private := http.NewServeMux(), http.NewServeMux()
 	private.Handle("GET /metrics", o.MetricsSecure.Guarded(promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})))

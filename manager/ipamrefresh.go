@@ -29,13 +29,13 @@ type ipamRefresher struct {
 func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	later := func(q queue) { q.AddAfter(controllers.RequestFor("ipamstate"), time.Second) }
-	look := handler.Funcs{
+	changes := handler.Funcs{
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 	}
-	allocations := look // a creation counts as well: somebody may create a NetworkAllocation with a name that we do not use
+	allocations := changes // a creation counts as well, because a user may create a NetworkAllocation with any name
 	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
-	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
+	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, changes).
 		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(controllers.Noted("ipamstate", r))
 }
 

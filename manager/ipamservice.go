@@ -13,13 +13,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ipamLook is the interval at which the leading manager checks that the IPAM's Service points to
-// it. A check is one small request.
-const ipamLook = 3 * time.Second
+// ipamCheckInterval is the interval at which the leading manager checks that the IPAM's Service
+// points to that manager. A check is one small request.
+const ipamCheckInterval = 3 * time.Second
 
-// ipamRepeat is the time after which a persistent failure to point the Service at us is logged
-// again.
-const ipamRepeat = time.Minute
+// ipamLogInterval is the time after which the same error is logged again.
+const ipamLogInterval = time.Minute
 
 // An ipamService points the IPAM's Service at the leading manager. The Service has no selector, but
 // an EndpointSlice with the same name. A selector would also select standby managers, which do not
@@ -37,14 +36,14 @@ type ipamService struct {
 // ready, because another Pod may soon have this manager's address.
 func (s *ipamService) run(ctx context.Context) error {
 	logged, loggedAt := "", time.Time{}
-	tick := time.NewTicker(ipamLook)
+	tick := time.NewTicker(ipamCheckInterval)
 	defer tick.Stop()
 	for {
 		text := ""
 		if err := s.writeEndpoint(ctx); err != nil && ctx.Err() == nil {
 			text = err.Error()
 		}
-		if text != "" && (text != logged || time.Since(loggedAt) > ipamRepeat) {
+		if text != "" && (text != logged || time.Since(loggedAt) > ipamLogInterval) {
 			s.log.Error("cannot update the IPAM's Service; virtual kubelets may not reach it; retrying", "error", text)
 			loggedAt = time.Now()
 		}
@@ -63,7 +62,7 @@ func (s *ipamService) run(ctx context.Context) error {
 // writeEndpoint writes the EndpointSlice, unless it is already correct or another writer changes it
 // at the same time.
 func (s *ipamService) writeEndpoint(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, ipamLook)
+	ctx, cancel := context.WithTimeout(ctx, ipamCheckInterval)
 	defer cancel()
 	have := &discoveryv1.EndpointSlice{}
 	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {
@@ -90,7 +89,7 @@ func (s *ipamService) writeEndpoint(ctx context.Context) error {
 
 // leave marks this manager as not ready if the EndpointSlice still names it.
 func (s *ipamService) leave() error {
-	ctx, cancel := context.WithTimeout(context.Background(), ipamLook)
+	ctx, cancel := context.WithTimeout(context.Background(), ipamCheckInterval)
 	defer cancel()
 	have := &discoveryv1.EndpointSlice{}
 	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {

@@ -64,8 +64,8 @@ func canList(ctx context.Context, direct client.Reader, list client.ObjectList) 
 const absenceChecks = 4
 
 // checkAbsence is called when the API server does not serve ForeignClusters. It returns an error if
-// a TunnelEndpoint belongs to one, and the caller checks again. n is the number of the check; from
-// absenceChecks on, checkAbsence returns nil.
+// a TunnelEndpoint belongs to a ForeignCluster, and the caller checks again. n is the number of the
+// check; from absenceChecks on, checkAbsence returns nil.
 func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= absenceChecks {
 		return nil
@@ -84,8 +84,8 @@ func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 	return nil
 }
 
-// watchKinds calls changed when kinds appear or disappear, because Liqo may be installed, removed
-// or upgraded later.
+// watchKinds calls the function changed when kinds appear or disappear: Liqo may be installed,
+// removed or upgraded later.
 func watchKinds(ctx context.Context, detect func(context.Context) (optionalKinds, error), had optionalKinds, interval time.Duration, changed func()) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()

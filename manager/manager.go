@@ -5,8 +5,8 @@
 //	manager ─► peerings ─► exchange ─┬► facts ─┐
 //	                                 └► peers ─┴► controllers
 //
-// Package facts finds out this cluster's networks, gateway and keys. Package peers lists its peers.
-// Package exchange publishes NetworkConfigs, answers those of the peers, and makes the
+// Package facts determines this cluster's networks, gateway and keys. Package peers lists its
+// peers. Package exchange publishes NetworkConfigs, answers those of the peers, and makes the
 // TunnelEndpoints and NatMappings that gateways and route agents apply. Package peerings reports
 // the result in the statuses of Peerings. The other packages (ipam, ipamstore, ipamrpc, queue,
 // replication, services) import none of these.
@@ -63,9 +63,9 @@ const component = "isthmus-manager"
 // controller-runtime's default.
 const renewDeadline = 10 * time.Second
 
-// lookForKinds is the interval at which watchKinds checks the served kinds, with a few small
+// kindsInterval is the interval at which watchKinds checks the served kinds. A check is a few small
 // requests.
-const lookForKinds = 30 * time.Second
+const kindsInterval = 30 * time.Second
 
 // refusalPatience is the Patience of the RefusalGate. An agent refuses new networks within a tenth
 // of a second. With thousands of nodes, the last report arrives within two seconds.
@@ -95,8 +95,7 @@ type Options struct {
 	// IPAM configures Liqo's gRPC service; it is off without an Address.
 	IPAM ipamrpc.Options
 	// IPAMService is the name of a Service without a selector, and of its EndpointSlice. While this
-	// manager leads, it points them to PodIP. If the name is empty, the manager leaves them
-	// unchanged.
+	// manager leads, it points both to PodIP. If IPAMService is empty, the manager writes neither.
 	IPAMService string
 	PodIP       netip.Addr
 	// Services enables the sharing of Services with peers that share Services as well. It needs the
@@ -113,7 +112,7 @@ type Options struct {
 
 // errAgain ends a run because the kinds that the cluster serves have changed. Run then starts
 // another run.
-var errAgain = errors.New("the kinds ForeignCluster, ServiceCIDR or those of shared services were installed or removed")
+var errAgain = errors.New("a kind was installed or removed: ForeignCluster, ServiceCIDR or a kind of shared services")
 
 // lostLease is the text of an error that controller-runtime does not export.
 const lostLease = "leader election lost"
@@ -199,14 +198,14 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	look := func(ctx context.Context) (optionalKinds, error) { return servedKinds(ctx, kinds, direct, o.Services) }
+	detect := func(ctx context.Context) (optionalKinds, error) { return servedKinds(ctx, kinds, direct, o.Services) }
 	var has optionalKinds
 	absent := 0
 	if err := untilAnswered(ctx, o.Log, func() (err error) {
 		if o.Cluster, err = identify(ctx, direct, o.Namespace, o.Cluster); err != nil {
 			return err
 		}
-		if has, err = look(ctx); err != nil || has.foreignClusters {
+		if has, err = detect(ctx); err != nil || has.foreignClusters {
 			return err
 		}
 		absent++
@@ -260,7 +259,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err := errors.Join(
 		mgr.Add(runtimemanager.RunnableFunc(l.run)),
 		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
-			watchKinds(ctx, look, has, lookForKinds, func() { cancel(errAgain) })
+			watchKinds(ctx, detect, has, kindsInterval, func() { cancel(errAgain) })
 			return nil
 		})),
 	); err != nil {
@@ -332,8 +331,8 @@ type leader struct {
 	shared     bool // value of optionalKinds.sharedServices
 }
 
-// run works until ctx ends. It starts the controllers after the IPAM state has been read and
-// contains our own networks: an earlier answer to a peer could allocate a network that is in use.
+// run works until ctx ends. It starts the controllers only after the IPAM state has been read and
+// contains our own networks. Otherwise an answer to a peer could allocate a network that is in use.
 func (l *leader) run(ctx context.Context) error {
 	own := &facts.Keeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,

@@ -1,6 +1,6 @@
 // Package controllers has the code that all controllers of the manager share: the number of
 // concurrent reconciles, the retry delay, the naming of requests, and the metric of the last
-// success. All packages of the manager may import it. It imports none of them.
+// success. All packages of the manager may import it, so it imports none of these packages.
 package controllers
 
 import (

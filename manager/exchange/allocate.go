@@ -45,8 +45,8 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 	}
 	before := r.Store.State()
 	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
-		// The peer is looked up inside Update, which does not run at the same time as a release. An
-		// allocation made after the peer has left would never be released.
+		// An allocation made after the peer has left would never be released. So the peer is read
+		// inside Update, which does not run at the same time as a release.
 		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && (!now.Begun() || now.LocalNamespace != peer.LocalNamespace) {
 			return b, errNotWanted
 		} else if err != nil {
@@ -118,7 +118,7 @@ func TranslationsOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfi
 
 // allocateClearOf allocates networks for a claim. It avoids networks that contain the gateway of a
 // peer, because packets to that gateway would be routed into a tunnel. Existing allocations do not
-// change, even if they contain a gateway; the result inside lists such gateways.
+// change, even if they contain a gateway. inside has the gateways in allocated networks.
 func allocateClearOf(b ipam.State, request ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {

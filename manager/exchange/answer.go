@@ -32,12 +32,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// answerReconciler answers the NetworkConfigs of the peers: it validates their claims, has the IPAM
-// allocate networks for them, and writes the result into their status. A request is named by the
-// tenant namespace and the cluster ID in the label liqo.io/originID.
+// answerReconciler answers the NetworkConfigs of the peers: it validates their claims, allocates
+// networks for them in the IPAM state, and writes the result into their status. A request has the
+// tenant namespace as namespace, and the cluster ID in the label liqo.io/originID as name.
 //
-// A refusal is a condition, not an error. Any change that could end the refusal causes a new
-// request: of the Facts, the Peering, the IPAM state or the other peers.
+// A refusal is a condition, not an error. A change of the Facts, the Peering, the IPAM state or
+// another peer causes a new request, because it may end the refusal.
 type answerReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
@@ -205,7 +205,7 @@ func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 }
 
 // refuse writes the reasons into the conditions of the oldest maxRefused copies. An earlier answer
-// stays while it is correct.
+// stays as long as it is correct.
 func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
 	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}
 	for i := range copies[:min(len(copies), maxRefused)] {

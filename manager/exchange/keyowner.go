@@ -21,13 +21,13 @@ import (
 )
 
 // takenKeys returns the keys of a claim that belong to another peer. Anybody can list a public key,
-// so listing a key first proves little. The first of these rules that applies decides who has a
-// key:
+// so listing a key first proves little. These rules, in this order, decide to which peer a key
+// belongs:
 //
-//  1. A peer that proves possession of the private key has it, and peers without a proof do not.
-//  2. The peer whose TunnelEndpoint has the key has it. An edit by hand can put the key into two
-//     TunnelEndpoints; then the older one counts, as in fabric.GatewayFor.
-//  3. The peer whose claim with the key was accepted has it.
+//  1. If peers prove possession of the private key, the key belongs to one of them.
+//  2. If a TunnelEndpoint has the key, the key belongs to the peer of the TunnelEndpoint. If two
+//     have it, because of an edit by hand, the older one counts, as in fabric.GatewayFor.
+//  3. Otherwise the key belongs to the peer whose claim with the key was accepted first.
 func (v Validator) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {
 		another, err := v.taken(ctx, peer, nc, keyText(key))
@@ -137,8 +137,9 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 }
 
 // remember records on a TunnelEndpoint the keys whose possession the peer has proved. A record
-// lasts as long as the TunnelEndpoint has the key. Without records, a thief of a private key could
-// get the key after a rotation of ours, if its new proof arrives before the owner's.
+// lasts as long as the TunnelEndpoint has the key. Without records, a thief of the peer's private
+// key could take the key over after a rotation of our key, if the thief's new proof arrives before
+// the peer's.
 func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
 	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
 	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {
@@ -197,9 +198,9 @@ func (in proofInputs) prove(self, peer string) string {
 	return ""
 }
 
-// reclaim gives a peer the keys whose possession it proves. It deletes a TunnelEndpoint of another
-// peer with such a key, unless that peer proves possession as well. So nobody can keep a key by
-// listing it before its owner does.
+// reclaim gives a peer the keys whose possession it proves. If another peer's TunnelEndpoint has
+// such a key and that peer proves nothing, reclaim deletes the TunnelEndpoint. So a peer cannot
+// keep a foreign key by listing the key before its owner does.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {

@@ -45,7 +45,7 @@ func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		})).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(r.changed))).
 		WatchesRawSource(source.Func(func(ctx context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // events before the start are lost, so all peers are checked
+			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // changes before the start caused no event, so all peers are checked
 				q.Add(request)
 			}
 			return nil

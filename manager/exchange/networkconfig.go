@@ -67,8 +67,8 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	}).Complete(controllers.Noted("networkconfig", r))
 }
 
-// peerOf returns the request for the peer that a NetworkConfig belongs to. Only the namespace
-// decides: somebody may have broken the labels, and a copy may have the name of our original.
+// peerOf returns the request for the peer that a NetworkConfig belongs to. It uses only the
+// namespace: somebody may have changed the labels, and a copy may have the name of our original.
 func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
 	return r.peerInNamespace(ctx, o.GetNamespace())
 }
@@ -107,7 +107,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, peers.ErrNoPeer) {
 		r.proofs.Delete(req.Name)
-		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owner references and finalizers ensure that everything else is deleted
+		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owner references and finalizers delete everything else
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
@@ -137,9 +137,9 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	return ctrl.Result{}, nil
 }
 
-// free removes foreign finalizers from our original, and from copies that are being deleted. This
-// cluster may have no controller that would remove a foreign finalizer. A peer that could once
-// write to an object here must not be able to block the end of the peering.
+// free removes foreign finalizers from our original, and from copies that are being deleted.
+// Otherwise a finalizer that no controller here removes, for example one that the peer added, would
+// block the end of the peering.
 func (r *NetworkConfigReconciler) free(ctx context.Context, peer peers.Peer, original *v1alpha1.NetworkConfig) error {
 	var copies v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &copies, client.InNamespace(peer.LocalNamespace), client.Limit(maxRefused),
@@ -205,7 +205,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, 
 	case !current.DeletionTimestamp.IsZero(), notOurs(current, peer) != "":
 		return nil // the original is recreated once the deleted object is gone
 	case current.Annotations[isthmus.AnnotationUnanswered] != "":
-		return r.withdraw(ctx, current) // the answer is withdrawn even while the Facts are incomplete
+		return r.withdraw(ctx, current) // an old answer is withdrawn even while the Facts are incomplete
 	}
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
@@ -277,8 +277,8 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 }
 
 // OriginalFor returns our NetworkConfig for a peer, without an answer to our previous networks. It
-// returns nil if there is none. If the object with its name is not ours, problem has the reason;
-// otherwise problem is "".
+// returns nil if there is none. If an object with the name of our NetworkConfig is not ours,
+// problem has the reason; otherwise problem is "".
 func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	if nc, err = controllers.Found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
@@ -300,7 +300,7 @@ func withoutOldAnswer(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// setOriginal sets all fields that an original for the peer needs, and keeps the others.
+// setOriginal sets all fields that an original for the peer needs. Other fields stay unchanged.
 func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
 	nc.Spec = spec
 	if nc.Labels == nil {
@@ -316,7 +316,7 @@ func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.Netw
 	if metav1.IsControlledBy(nc, peer.Owner) {
 		return nil
 	}
-	nc.OwnerReferences = nil // these are from an earlier Peering, or somebody else set them
+	nc.OwnerReferences = nil // the owners are from an earlier Peering, or another writer set them
 	return controllerutil.SetControllerReference(peer.Owner, nc, scheme)
 }
 

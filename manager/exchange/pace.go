@@ -21,7 +21,8 @@ const (
 	gatewayInterval = time.Second // a new endpoint or key is an event for the gateways only
 )
 
-// A pace limits how often each peer may change something. Its methods may be called concurrently.
+// A pace limits the rate of one kind of change for each peer. Its methods may be called
+// concurrently.
 type pace struct {
 	interval time.Duration
 
@@ -60,8 +61,9 @@ func (p *pace) forget(id string) {
 	delete(p.peers, id)
 }
 
-// paced returns our NetworkConfig with the answer to use. It also returns the time for which the
-// peer's present answer has to wait; meanwhile the previous answer is used.
+// paced returns our NetworkConfig with the answer to use. If the peer changes its answer too often,
+// that is the previous answer, and paced also returns the time for which the new answer has to
+// wait.
 func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
 	state := r.Store.State()
 	was := state.AnswerOf(id)

@@ -71,7 +71,7 @@ type KeyStore struct {
 	Log       *slog.Logger
 
 	work    queue.Queue // requests checkSecret and writeSecret
-	again   queue.Queue // the queue of the NetworkConfigReconciler, for peers whose exchange can continue
+	again   queue.Queue // queue of the NetworkConfigReconciler; gets the peers whose exchange can continue
 	reading sync.Mutex  // held while the Secret is read or written
 
 	mu     sync.Mutex
@@ -164,8 +164,8 @@ func (k *KeyStore) known(ctx context.Context) error {
 	return k.read(ctx)
 }
 
-// Waits reports whether a new state of a peer is not stored yet. The peer's exchange continues once
-// it is.
+// Waits reports whether a new state of a peer waits for a write. The peer's exchange continues
+// after the write.
 func (k *KeyStore) Waits(id string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -173,7 +173,8 @@ func (k *KeyStore) Waits(id string) bool {
 	return waits
 }
 
-// Put reports whether the state of a peer is stored. Otherwise Put schedules a write of the state.
+// Put schedules a write of the state of a peer. If that state is already stored, it only returns
+// true.
 func (k *KeyStore) Put(ctx context.Context, id string, state postquantum.State) (stored bool, err error) {
 	data, err := json.Marshal(state)
 	if err != nil {
@@ -340,7 +341,7 @@ func (k *KeyStore) adopt(secret *corev1.Secret) {
 }
 
 // write writes all changes that are due. A conflict means that another manager leads, or that
-// somebody edits the Secret.
+// somebody has edited the Secret.
 func (k *KeyStore) write(ctx context.Context) error {
 	k.reading.Lock()
 	defer k.reading.Unlock()
@@ -366,7 +367,7 @@ func (k *KeyStore) write(ctx context.Context) error {
 
 // agree advances the key exchange with a peer, schedules a write of the new state, and puts our
 // part of the exchange into spec. Until the state is stored, spec keeps the part that is already
-// published. So the peer gets the rest of spec even if the Secret cannot be written or is full.
+// published. An error of the Secret therefore does not keep the rest of spec from the peer.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil

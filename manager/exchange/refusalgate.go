@@ -40,9 +40,9 @@ const reasonNotRefused = "NotRefused"
 //	IPAM state ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► RefusalGate ─► answer, TunnelEndpoint
 //
 // An agent that reports a resourceVersion refuses the networks of all objects up to that version.
-// The gate does not wait for a node that has never reported one, because such a node has no agent.
-// If a node did not refuse a network within Patience, the gate ignores that node until it reports
-// another version.
+// The gate does not wait for a node that has never reported a resourceVersion, because such a node
+// has no agent. If a node did not refuse a network within Patience, the gate ignores that node
+// until it reports another version.
 //
 // Its methods may be called concurrently.
 type RefusalGate struct {
@@ -57,7 +57,7 @@ type RefusalGate struct {
 	mu          sync.Mutex
 	allocations map[string]observedAllocation
 	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late        map[string]int64            // nodes that the gate ignores, with the resourceVersion that each had reported when Patience was over
+	late        map[string]int64            // nodes that the gate ignores, each with the resourceVersion that it had reported when Patience was over
 	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
 
@@ -127,8 +127,8 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	return true
 }
 
-// pendingNodes returns the nodes that do not refuse g yet, without those that the gate ignores. The
-// caller holds w.mu.
+// pendingNodes returns the nodes that do not refuse the networks of g yet, without the nodes that
+// the gate ignores. The caller holds w.mu.
 func (w *RefusalGate) pendingNodes(g observedAllocation) (nodes []string) {
 	for node, version := range w.reported {
 		if _, late := w.late[node]; !late && version < g.version {

@@ -26,7 +26,7 @@ const releaseInterval = 5 * time.Minute
 const reasonReleased = "NetworksReleased"
 
 // Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks
-// of peers that vanished without un-peering, once no object has named them for ipam.UnusedGrace.
+// of peers that vanished without un-peering, if no object has named the peer for ipam.UnusedGrace.
 // Both times are in the IPAM state, so a restart of the manager does not reset them.
 type Releases struct {
 	Cache  client.Reader

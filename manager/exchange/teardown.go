@@ -33,8 +33,8 @@ func (r *tunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error 
 }
 
 // end removes all objects for a cluster that is not a peer in this namespace. Gateways and route
-// agents have finalizers on the TunnelEndpoint. So the cluster's networks are only released after
-// gateways and route agents have stopped using them.
+// agents have finalizers on the TunnelEndpoint. So a network of the cluster is only released after
+// gateways and route agents have stopped using it.
 func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	if err := r.deleteEndpoints(ctx, x); err != nil {
 		return err
@@ -93,7 +93,7 @@ func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (re
 		}
 		return b.Part(x.id, now), nil
 	}); errors.Is(err, errWantedAgain) {
-		return false, nil // there is a new Peering, which has caused another request
+		return false, nil // there is a new Peering; its event causes another request
 	} else if err != nil {
 		return false, fmt.Errorf("release the networks of the peer: %w", err)
 	}

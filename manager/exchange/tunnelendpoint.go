@@ -112,7 +112,7 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace belongs to no peer
-	wanted    bool                      // whether the tunnel is needed: the namespace belongs to a peer that is not leaving, or is draining
+	wanted    bool                      // whether the tunnel must exist: the namespace belongs to a peer, and the peer is not leaving, or is still draining
 	elsewhere bool                      // whether the cluster is a peer in another namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours; first the one with the right name
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
@@ -155,7 +155,8 @@ func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-// reconcile returns the time after which it must be called again. Zero means: at the next event.
+// reconcile returns the time after which it must be called again, or zero if it must wait for the
+// next event.
 func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {
@@ -182,8 +183,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
 		// One of the NetworkConfigs is missing or being deleted. If ours is missing, somebody
-		// deleted it by mistake: the Peering still exists, so the networks that the peer knows stay
-		// allocated.
+		// deleted it by mistake: the Peering still exists, so the peer's networks stay allocated.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -225,7 +225,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
-		return nil // not published yet: the peer may have written this answer itself, with the permissions that Liqo grants
+		return nil // not published yet; under Liqo's RBAC, the peer may have written this answer itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
@@ -244,14 +244,15 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 	return &x.originals[0]
 }
 
-// decide returns the TunnelEndpoint that should exist. It returns nil if the present one should
-// stay, because an object has not arrived yet or because of a problem that a condition reports.
+// decide returns the TunnelEndpoint that should exist. It returns nil if the present TunnelEndpoint
+// should stay: an object has not arrived yet, or there is a problem that a condition reports.
 //
 // The peer may write both NetworkConfigs and, under Liqo's RBAC, their status. So decide compares
-// our parts of them with our own state, and ignores an edit that is about to be reverted.
+// the parts that are ours with our own state, and ignores an edit that is about to be reverted.
 //
-// A refusal is often about the networks alone, such as a spec.overrides that is not free. Then the
-// tunnel keeps its networks but gets the rest of the claim, such as a new endpoint or key.
+// A refusal is often about the networks alone, such as a network in spec.overrides that is not
+// free. In this case the tunnel keeps its networks, but gets the rest of the claim, such as a new
+// endpoint or key.
 func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)
@@ -293,7 +294,7 @@ func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
-// mapped puts the answer of the peer into the IPAM state. It returns true once the matching
+// mapped stores the answer of the peer in the IPAM state. It returns true once the matching
 // NatMapping exists, so that the gateway never sees a TunnelEndpoint without a NatMapping.
 func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)

@@ -15,10 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// endpointOf returns the host and ports at which peers reach the gateway, by Liqo's rules. The
-// first port is that of the gateway's first tunnel; the others are those of its further tunnels. If
-// host or ports are unknown, missing has the reason as a sentence. Unlike Liqo, endpointOf prefers
-// a node's ExternalIP.
+// endpointOf returns the host and ports at which peers reach the gateway, by Liqo's rules. ports[i]
+// is the port of tunnel i. If host or ports are unknown, missing has the reason as a sentence.
+// Unlike Liqo, endpointOf prefers a node's ExternalIP.
 func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node) (host string, ports []uint16, missing string) {
 	const label = v1alpha1.LabelGateway + "=true"
 	if len(services) != 1 {
@@ -59,8 +58,8 @@ func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node
 }
 
 // servicePorts returns the UDP ports of a Service for tunnels 0, 1 and so on. It stops at the first
-// tunnel without a UDP port, and returns a sentence about that tunnel as missing. If a Service has
-// only one port, the port may have any name.
+// tunnel without a UDP port; missing is then a sentence about that tunnel. If a Service has only
+// one port, the port may have any name.
 func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
 	for i := range fabric.MaxTunnels {
 		name := v1alpha1.TunnelPortName(i)
@@ -80,8 +79,8 @@ func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string
 }
 
 // serviceEndpoint returns the endpoint in the Service's own spec and status. If the host or the
-// port is missing, noHost or noPort is a sentence with the reason. As in endpointOf, the first
-// port is that of the first tunnel.
+// port is missing, noHost or noPort is a sentence with the reason. ports[i] is the port of tunnel
+// i.
 func serviceEndpoint(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
 	all, missing := servicePorts(s)
 	if len(all) == 0 {
@@ -190,8 +189,8 @@ func portsFrom(first uint16, n int) []uint16 {
 	return ports
 }
 
-// TunnelsAt returns our gateway's further tunnels for a peer whose Peering overrides the port.
-// Their ports are the ones after that port. If port is zero, no override applies.
+// TunnelsAt returns our gateway's further tunnels for a peer whose Peering overrides the port. The
+// tunnels have the ports after the overriding port. If port is zero, the Peering overrides nothing.
 func (f Facts) TunnelsAt(port uint16) []fabric.TunnelEnd {
 	if port == 0 {
 		return f.Tunnels

@@ -1,7 +1,6 @@
-// Package facts finds out a cluster's own networks, its gateway's endpoint and keys, and the
-// networks that its nodes reach without the gateway. It writes these networks into the IPAM state,
-// and decides nothing about peers. The manager runs its Keeper. All other packages only read the
-// Facts.
+// Package facts determines a cluster's own networks, its gateway's endpoint and keys, and the
+// networks that its nodes reach without the gateway. It writes these networks into the IPAM state.
+// The manager runs its Keeper. All other packages only read the Facts.
 package facts
 
 import (
@@ -40,13 +39,13 @@ type Facts struct {
 	Ignored []fabric.Problem
 
 	// Missing has a sentence for each fact that is missing before a NetworkConfig can be published,
-	// such as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
+	// such as `Secret isthmus-system/wireguard-pubkey: not found; the gateway creates it`.
 	Missing []string
 	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override. It
 	// is empty if both are known.
 	NoEndpoint string
-	// FewerTunnels is a sentence about the first key that is invalid or has no port. It is empty if
-	// Tunnels has all of the gateway's further tunnels.
+	// FewerTunnels is a sentence about the first further tunnel that lacks a valid key or a port.
+	// It is empty if Tunnels has all of the gateway's further tunnels.
 	FewerTunnels string
 }
 

@@ -55,26 +55,27 @@ type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 // reasonIgnored is the reason of the Event about an ignored report.
 const reasonIgnored = "Ignored"
 
-// An AddressPlan is the administrator's configuration of this cluster's networks. A zero prefix is
-// detected instead.
+// An AddressPlan is the administrator's configuration of this cluster's networks. If a prefix is
+// zero, the Keeper detects the network.
 type AddressPlan struct {
 	PodCIDR, ServiceCIDR, ExternalCIDR netip.Prefix
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A Keeper keeps the Facts of this cluster. It gathers them whenever their sources change, writes
-// the networks among them into the IPAM state, and notifies subscribers. Its methods may be called
-// concurrently.
+// A Keeper keeps the Facts of this cluster. Whenever the sources of the Facts change, it gathers
+// the Facts, writes the networks into the IPAM state, and notifies subscribers. Its methods may be
+// called concurrently.
 type Keeper struct {
 	Cache  client.Reader // has Services, Secrets, Nodes, NodeNetworks and TunnelEndpoints
 	Direct client.Reader // reads from the API server itself, for objects that are read once
-	Store  interface {   // the used methods of ipamstore.Store
+	Store  interface {   // the methods of ipamstore.Store that the Keeper needs
 		Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 	}
 	Cluster   v1alpha1.ClusterIdentity
 	Namespace string // namespace of the gateway's Service and Secret
 	Plan      AddressPlan
-	// ServiceCIDRs is true if the API server serves that kind. Cache then has its objects.
+	// ServiceCIDRs is true if the API server serves the kind ServiceCIDR. Cache must then have
+	// these objects.
 	ServiceCIDRs bool
 	// StateChanged gets the events of the Store.
 	StateChanged <-chan event.GenericEvent
@@ -268,7 +269,8 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 }
 
 // agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints.
-// So a previous network that no peer uses any more is free after apiServerInterval at the latest.
+// Therefore a previous network that no peer uses any more becomes free after at most
+// apiServerInterval.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {
@@ -356,8 +358,8 @@ func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) err
 
 // unreported returns the pod networks of nodes whose agent has not reported, except those that
 // overlap the PodCIDR. Such a node may have no agent, so nothing else shows that its pod network is
-// in use. The result wide has networks that are too wide for pods. They are ignored, as in
-// reports, so peers may get networks that overlap them.
+// in use. The result wide has networks that are too wide for pods. They are ignored, as in a node's
+// report, so peers may get networks that overlap them.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
 		name := nodes[i].Name

@@ -98,8 +98,8 @@ func outside(networks []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) 
 			rest = append(rest, p)
 			continue
 		}
-		// The first network is the half of p without inner, the next one the half of the rest without
-		// inner, and so on.
+		// inner is in one half of p. The other half is outside of inner, and the loop continues
+		// with the half that contains inner.
 		for bits := p.Bits() + 1; bits <= inner.Bits(); bits++ {
 			half := inner.Addr().AsSlice()
 			half[(bits-1)/8] ^= 0x80 >> ((bits - 1) % 8)

@@ -16,7 +16,7 @@ func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
 
-// A Request asks for networks that represent a peer's claimed networks here.
+// A Request is a request for networks that represent a peer's claimed networks here.
 type Request struct {
 	ID            string
 	Pod, External netip.Prefix // the claimed networks, as the peer's own cluster uses them
@@ -62,8 +62,8 @@ func contains(n, p netip.Prefix) bool {
 	return n.IsValid() && n.Bits() <= p.Bits() && n.Contains(p.Addr())
 }
 
-// An Allocation has the networks of a peer as this cluster uses them. They equal the claimed ones
-// unless they are remapped.
+// An Allocation has the networks that this cluster uses for a peer. A network that is not remapped
+// equals the claimed network.
 type Allocation struct{ Pod, External netip.Prefix }
 
 // AllocationOf returns the networks of the peer. It returns false if the peer has none or has left.
@@ -74,7 +74,7 @@ func (b State) AllocationOf(id string) (Allocation, bool) {
 	return Allocation{}, false
 }
 
-// UsedForAnother reports whether addr is inside a network that some peer other than id has here.
+// UsedForAnother reports whether addr is inside a network here of another peer than id.
 func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	for other, p := range b.peers {
 		if other != id && (p.Pod.Contains(addr) || p.External.Contains(addr)) {
@@ -89,7 +89,7 @@ func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 //
 //   - A returning peer gets its previous networks as far as they are free and permitted.
 //   - Current networks stay if they have the claim's family and length and no override demands
-//     others. They stay even if the claim has changed, because both clusters use them.
+//     others. They stay even after a change of the claim, because both clusters use them.
 //   - A network held for another peer is not free. A network held for this peer is free.
 func (b State) Allocate(c Request) (State, Allocation, error) {
 	held, released := b, c.Now
@@ -154,7 +154,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network may name the first one; p is not published yet, so it may change
+	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // a message about the second network may name the first; p may change, because no other State has it yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placePrevious, (*State).placeAny} {
@@ -246,8 +246,8 @@ func (b *State) obstacleFor(p netip.Prefix) (name string, prefix netip.Prefix) {
 }
 
 // placeAny keeps the claimed network if it is free and permitted; otherwise it allocates one. A
-// network that covers a pool is remapped if possible, because it would leave nothing to allocate
-// from.
+// claimed network that covers a pool is remapped if possible, because otherwise the pool would have
+// no free network.
 func (b *State) placeAny(a *placement) *fabric.Refusal {
 	unchanged := b.free(a.claim) && !a.remap && a.outside == ""
 	if unchanged && !b.coversPool(a.claim) {
@@ -278,8 +278,8 @@ func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred returns the networks that no peer gets, apart from those in b.taken. Barred networks do
-// not split free blocks.
+// barred returns the networks that no peer gets, apart from those in b.taken. Unlike b.taken, they
+// do not split free blocks; see tree.fit.
 func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {

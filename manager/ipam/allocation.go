@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Clusters returns the sorted IDs of all clusters that have an entry: peers, those with held
-// networks, and those whose previous networks are remembered.
+// Clusters returns the sorted IDs of all clusters that have an entry: peers, clusters with held
+// networks, and former peers whose networks are remembered.
 func (b State) Clusters() []string {
 	ids := slices.Collect(maps.Keys(b.peers))
 	for _, r := range b.replaced {
@@ -200,8 +200,8 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	return p, local, held
 }
 
-// restore maps the endpoint m for the peer p. m.Address is in local. restore changes the maps of b,
-// which no other State may share.
+// restore maps the endpoint m for the peer p. m.Address is in local. restore changes the maps of b
+// in place, so no other State may share them.
 func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefix, owners map[netip.Addr]netip.Addr) error {
 	external := b.own.ExternalCIDR
 	if !p.externalSeen.IsValid() || external.IsValid() && !fits(p.externalSeen, external) {

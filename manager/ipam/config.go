@@ -15,7 +15,7 @@ var special = fabric.SpecialRanges()
 // A Conflict is an overlap that arose after a network was allocated, because this cluster has
 // changed or somebody has edited an object.
 type Conflict struct {
-	Peer    string       // the peer that has the network, as used here; empty: the network is ours
+	Peer    string       // the peer for which Prefix is used here; empty: Prefix is ours
 	Network string       // "PodCIDR", "ServiceCIDR" or "ExternalCIDR"
 	Prefix  netip.Prefix // zero: no ExternalCIDR could be chosen
 	With    string       // the overlapping network, such as "our ServiceCIDR"
@@ -39,9 +39,9 @@ func (c Conflict) String() string {
 // The returned conflicts are those of Conflicts.
 //
 // If the ExternalCIDR changes to one of the same length, mapped endpoints keep their host bits;
-// otherwise they get new addresses. The answers of peers are forgotten if they no longer fit the
-// length of our networks, or if the PodCIDR changes at all: until a peer answers again, it cannot
-// reach the new PodCIDR.
+// otherwise they get new addresses. Answers of peers that do not fit our new networks are
+// forgotten. If the PodCIDR changes, all answers for the PodCIDR are forgotten: a peer cannot reach
+// the new PodCIDR until it answers again.
 func (b State) Configure(c Config) (State, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = defaultPools()
@@ -262,7 +262,7 @@ func (b State) Conflicts() []Conflict {
 	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
 	for i, n := range ours {
 		for o := range b.obstacles {
-			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // o is one of our later networks, which reports the overlap itself
+			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // o is one of our later networks, and the overlap is reported for o
 			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
 			if !itself && !o.previous && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
 				n.With, n.Other = o.name+o.owner, o.prefix

@@ -10,8 +10,8 @@ import (
 const maxDeparted = 256
 
 // A departed records the networks that a peer had here when it left. A Liqo peer keeps the first
-// answer that it gets. So a returning peer needs the same networks again, and other peers get those
-// networks only when no other is free.
+// answer that it gets. So a returning peer needs the same networks again. Other peers get these
+// networks only if no other network is free.
 type departed struct {
 	ID       string
 	Pod, Ext netip.Prefix

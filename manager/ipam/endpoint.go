@@ -14,8 +14,8 @@ import (
 // errNoConfiguration means that a peer has no networks here, or has not answered yet.
 var errNoConfiguration = errors.New("has no network configuration yet")
 
-// MapEndpoint returns the address by which the peer reaches our endpoint ip. Another call returns
-// the same address.
+// MapEndpoint returns the address by which the peer reaches our endpoint ip. A repeated call
+// returns the same address.
 //
 // A pod's address is translated into the network that the peer uses for our pods, without state.
 // Any other endpoint gets an address of our ExternalCIDR, the same for all peers. The peer sees
@@ -117,16 +117,15 @@ func (b State) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	return "", netip.Prefix{}
 }
 
-// RestoreEndpoint restores a mapping of lost IPAM state. The parameter seen is the address by which
-// the peer already reaches the endpoint, in the peer's network for our ExternalCIDR. The State is
-// unchanged if the endpoint has another address here, or if the address belongs to another
-// endpoint.
-func (b State) RestoreEndpoint(id string, ip, seen netip.Addr) State {
+// RestoreEndpoint restores a mapping of a lost IPAM state. remote is the address, in the peer's
+// network for our ExternalCIDR, by which the peer reaches the endpoint ip. The State is unchanged
+// if the endpoint already has another address, or if another endpoint has that address.
+func (b State) RestoreEndpoint(id string, ip, remote netip.Addr) State {
 	p := b.peers[id]
-	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {
+	if p == nil || !p.externalSeen.Contains(remote) || b.checkEndpoint(ip) != nil || ip.BitLen() != remote.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {
 		return b
 	}
-	addr := move(seen, b.own.ExternalCIDR)
+	addr := move(remote, b.own.ExternalCIDR)
 	if e := b.endpoints[ip]; e != nil && e.addr != addr || e == nil && b.addresses.overlaps(host(addr)) {
 		return b
 	}
@@ -174,7 +173,7 @@ func (b State) UnmapEndpoint(id string, ip netip.Addr) State {
 	return b.withPeer(id, &changed)
 }
 
-// unmapAll removes a peer from all its endpoints. It leaves the peer's own record unchanged.
+// unmapAll removes a peer from all endpoints that are mapped for the peer. It leaves p unchanged.
 func (b State) unmapAll(p *account) State {
 	if len(p.endpoints) == 0 {
 		return b
@@ -186,7 +185,8 @@ func (b State) unmapAll(p *account) State {
 	return b
 }
 
-// drop removes one peer from an endpoint. It changes the map of b, which no other State may share.
+// drop removes one peer from an endpoint. It changes b.endpoints in place, so no other State may
+// share that map.
 func (b *State) drop(ip netip.Addr) {
 	e := *b.endpoints[ip]
 	if e.peers--; e.peers > 0 {

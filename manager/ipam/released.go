@@ -15,15 +15,15 @@ const (
 	// UnusedGrace is the time after which a peer's networks are released if no object of a peering
 	// names the peer.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced bounds the held networks that a peer has replaced by others, for all peers
-	// together. maxReplacedPerPeer is that bound for one peer.
+	// maxReplaced bounds the held networks in State.replaced, for all peers together.
+	// maxReplacedPerPeer bounds those of one peer.
 	maxReplaced, maxReplacedPerPeer = 512, 8
-	// maxHeldPerPeer bounds all networks held for one peer, apart from its two present ones,
-	// because one NetworkAllocation lists them all.
+	// maxHeldPerPeer bounds the networks held for one peer besides its two present networks,
+	// because one NetworkAllocation lists all of them.
 	maxHeldPerPeer = 30
 )
 
-// A replaced is a network that has been held since its peer got another network.
+// A replaced is a held network: its peer got another network in its place.
 type replaced struct {
 	id       string
 	network  netip.Prefix
@@ -58,7 +58,8 @@ func (b State) Part(id string, now time.Time) State {
 // unchanged.
 //
 // Networks that nodes merely reach do not count: they are foreign, and may even be routes to a
-// former peer. If only one network of a former peer overlaps, EndHolds decides about the other one.
+// former peer. If only one network of a former peer overlaps, the other network is treated as in
+// EndHolds.
 func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.conflictsWithOwn(p) })
 }

@@ -146,7 +146,8 @@ func (b State) withCallers(id string, ip netip.Addr, callers []string) State {
 	return b.withPeer(id, &p)
 }
 
-// note records the kind of an endpoint. It changes the map of b, which no other State may share.
+// note records the kind of an endpoint. It changes b.endpoints in place, so no other State may
+// share that map.
 func (b *State) note(ip netip.Addr, kind string) {
 	if e := b.endpoints[ip]; e != nil {
 		next := *e
@@ -155,7 +156,7 @@ func (b *State) note(ip netip.Addr, kind string) {
 	}
 }
 
-// withCaller returns a copy of the sorted list callers with one more caller.
+// withCaller returns the sorted list callers with caller added. It does not change callers.
 func withCaller(callers []string, caller string) []string {
 	i, known := slices.BinarySearch(callers, caller)
 	if known {

@@ -10,9 +10,10 @@
 // Read makes a State from the IpamStorage of an earlier Liqo installation.
 //
 // The choices are Liqo's (docs/liqo-v0.md, section 5): a network that overlaps nothing is used
-// unchanged. Any other one is replaced by a free network of the same length from the smallest free
-// block of the first pool that has one. In contrast to Liqo, the networks of this cluster may
-// change at any time, and the state is readable text instead of an allocator's memory.
+// unchanged. Any other network is replaced by a free network of the same length, from the smallest
+// sufficient free block of the first pool that has such a block. In contrast to Liqo, the networks
+// of this cluster may change at any time, and the state is readable text instead of an allocator's
+// memory.
 package ipam
 
 import (
@@ -57,8 +58,8 @@ type Config struct {
 	Nodes []netip.Addr
 	// Reached lists the networks that nodes reach without us.
 	Reached []Reached
-	// Agreed are our networks that TunnelEndpoints name. Configure removes our present networks from
-	// them. The rest are our previous networks, which some peer still uses.
+	// Agreed are our networks that TunnelEndpoints name. Configure removes our present networks
+	// from Agreed. The rest are previous networks of ours, which some peer still uses.
 	Agreed []netip.Prefix
 }
 
@@ -133,8 +134,9 @@ type account struct {
 	released              time.Time    // when the peer left and its hold began; zero: the peer has not left
 	unused                time.Time    // since when no object names the peer; zero: some object does, or nobody has checked
 	podSeen, externalSeen netip.Prefix // the networks that represent our PodCIDR and ExternalCIDR at the peer
-	// endpoints are the real addresses mapped for the peer, without the gateway's own, each with
-	// its sorted requesters, if these are known.
+	// endpoints has the requesters of each endpoint that is mapped for the peer, by the endpoint's
+	// real address. The requesters are sorted; the list is empty if they are not known. The
+	// gateway's own address is left out.
 	endpoints map[netip.Addr][]string
 }
 
@@ -162,13 +164,14 @@ func (b State) Own() Config {
 // network.
 func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
-// Answered records the peer's answer: the networks that represent our PodCIDR and ExternalCIDR
-// there. They equal our own if the peer does not remap them. From the first answer on, the
-// gateway's own address is mapped to the first host of the ExternalCIDR, for the connection check.
+// Answered records the peer's answer: the networks that represent our PodCIDR and ExternalCIDR at
+// the peer. If the peer does not remap our networks, these are our networks themselves. From the
+// first answer on, the gateway's own address is mapped to the first host of the ExternalCIDR, for
+// the connection check.
 //
-// A zero prefix keeps the previous value, and so does a prefix that does not fit ours: another
-// family or length, or a network that pods cannot have. Answers may overlap any network here,
-// because only the peer uses them.
+// If a prefix is zero or does not fit our network, the previous value stays. A prefix does not fit
+// if it has another family or length, or if pods cannot have its addresses. Answers may overlap any
+// network here, because only the peer uses them.
 func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	old := b.peers[id]
 	if old == nil {
@@ -208,8 +211,8 @@ func fits(p, original netip.Prefix) bool {
 	return original.IsValid() && fabric.CheckNetwork(p) == "" && p.Addr().BitLen() == original.Addr().BitLen() && p.Bits() == original.Bits()
 }
 
-// Release removes a peer with its answer and its mappings. The peer's networks are free at once,
-// but it gets them again if it returns while they are free. Release does nothing for an unknown
+// Release removes a peer with its answer and its mappings. The peer's networks are free at once. A
+// peer that returns gets them again if they are still free. Release does nothing for an unknown
 // peer. For a peer that leaves, callers call Part first.
 func (b State) Release(id string) State {
 	p := b.peers[id]
@@ -236,7 +239,7 @@ func (b State) withPeer(id string, p *account) State {
 
 // Changed returns the sorted IDs of the peers whose networks, answers or mappings differ from those
 // in the older State. It is fast if this State was made from the older one. For States of different
-// origin it may also return peers that are equal.
+// origin, it may also return peers that do not differ.
 func (b State) Changed(since State) []string {
 	var changed []string
 	for id, p := range b.peers {

@@ -17,9 +17,9 @@ func (b State) Spec() v1alpha1.IpamStorageSpec {
 	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
 }
 
-// Delta returns the differing parts of the Specs of two States, and the fields that every
-// comparison needs. If one State was made from the other by changing a few peers, the cost depends
-// on those peers only.
+// Delta returns the Specs of two States, for a comparison. If both States have the same own
+// networks, Delta leaves out the entries of peers that do not differ. If one State was made from
+// the other by changes of a few peers, the cost then depends only on these peers.
 func Delta(before, after State) (have, want v1alpha1.IpamStorageSpec) {
 	if !before.own.sameNetworks(after.own) {
 		return before.Spec(), after.Spec()
@@ -38,8 +38,8 @@ func Delta(before, after State) (have, want v1alpha1.IpamStorageSpec) {
 	return before.part(ids, addrs), after.part(ids, addrs)
 }
 
-// part returns the Spec of the given peers and endpoints. ips must include all endpoints of the
-// peers.
+// part returns the Spec with only the given peers and endpoints. ips must include all endpoints of
+// the peers.
 func (b State) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 	spec := v1alpha1.IpamStorageSpec{
 		Prefixes:              map[string][]byte{},
@@ -120,7 +120,7 @@ func nat(seen, own netip.Prefix) string {
 }
 
 // Read makes a State from the spec of an IpamStorage as Liqo or Spec writes it. The error names the
-// first invalid field, in alphabetical order. Read ignores fields that follow from others:
+// first invalid field, in alphabetical order. Read ignores values that follow from other fields:
 // prefixes, natMappingsConfigured, and the mappings of the gateway's own address. The spec has no
 // nodes, so the caller has to call Configure.
 func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {

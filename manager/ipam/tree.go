@@ -109,8 +109,8 @@ func (t tree) alone(p netip.Prefix) bool {
 }
 
 // fit finds a free network of the given length in the pool as Liqo's allocator does: in the
-// smallest sufficient free block, and there the lowest one. It also skips networks in avoid, but
-// these do not split free blocks into smaller ones.
+// smallest sufficient free block, and there the lowest one. The result does not overlap networks in
+// avoid. These networks do not matter for the size of a free block.
 func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) {
 	n, covered := t.lookup(pool)
 	if covered || bits < pool.Bits() {
@@ -141,7 +141,7 @@ func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	return room(n, a, bits-pool.Bits())
 }
 
-// room returns the number of networks that are free below both n and avoid, and whose prefixes are
+// room returns the number of networks that are free in both n and avoid, and whose prefixes are
 // longer than the prefix of n by depth bits. n and avoid are the nodes of the same network in two
 // trees.
 func room(n, avoid *node, depth int) float64 {

@@ -112,8 +112,8 @@ func (c *callers) admit(name string, now time.Time) error {
 	return nil
 }
 
-// A gate is a listener that closes excess connections. If it let them wait, clients that hold
-// connections open could block others for ever.
+// A gate is a listener that closes excess connections. If excess connections had to wait, clients
+// that hold connections open could block other clients for ever.
 type gate struct {
 	net.Listener
 

@@ -58,7 +58,7 @@ type Options struct {
 	// nodes, Services, and endpoints of other peers.
 	Allow []netip.Prefix
 	// OwnerKind returns the kind of the present owner of an address, such as "node" or "pod", or ""
-	// if the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
+	// if no owner was found. It is called before an endpoint is mapped, and may be nil.
 	OwnerKind func(context.Context, netip.Addr) (string, error)
 }
 
@@ -155,7 +155,7 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 		return seen, err
 	}
 	if !s.store.State().KnowsNodes() {
-		return seen, errors.New("the manager does not know the nodes and Services of this cluster yet, so it cannot check the endpoint; try again")
+		return seen, errors.New("the manager has not read the nodes and Services of this cluster yet, so it cannot check the endpoint; try again")
 	}
 	if what := s.store.State().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return seen, fmt.Errorf("%s; to let peers reach it, add its network to --ipam-allow", what)

@@ -36,8 +36,8 @@ type allocation struct {
 	pending  bool     // we wrote the object, but not yet the IpamStorage; until then, other managers do not adopt the object
 }
 
-// sinceWith returns the first version of the object that had the networks of current. A node that
-// refuses the networks of that version does not need to report a later version.
+// sinceWith returns the first version of the object that had the networks of current. If a node has
+// reported that version, it does not need to report a later one.
 func (a allocation) sinceWith(current *isthmus.NetworkAllocation) int64 {
 	same := a.uid == current.UID && a.spec.Revision == current.Spec.Revision && slices.Equal(a.spec.Networks, current.Spec.Networks)
 	if !same || a.since > fabric.Version(current.ResourceVersion) {
@@ -58,7 +58,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 	for i := range list.Items {
 		o := &list.Items[i]
 		was := before[o.Name]
-		// A version that we do not know, with our own session, is a write of ours whose answer was lost.
+		// An unknown version with our own session is a write of ours whose response was lost.
 		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
 		s.allocations[o.Name] = allocation{o.UID, o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.overflow, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
@@ -248,7 +248,7 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 	return &next
 }
 
-// lacks returns the networks in had that an object neither lists nor has freed with a higher
+// lacks returns those networks of had that an object neither lists nor frees with a higher
 // revision.
 func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, revision int64) []netip.Prefix {
 	return slices.DeleteFunc(slices.Clone(had), func(p netip.Prefix) bool {

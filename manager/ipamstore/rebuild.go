@@ -59,13 +59,13 @@ func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	return s.withAllocations(ctx, state)
 }
 
-// withTraces restores allocations from TunnelEndpoints if NetworkAllocations differ from them,
-// because somebody edited, deleted or restored a NetworkAllocation while no manager ran. It also
-// reverts an allocation that has not reached the TunnelEndpoint yet; that allocation is then made
+// withTraces restores allocations from TunnelEndpoints. The NetworkAllocations differ from the
+// TunnelEndpoints if somebody edited, deleted or restored a NetworkAllocation while no manager ran.
+// It also reverts an allocation that is not in the TunnelEndpoint yet; that allocation is then made
 // again.
 //
-// Peers may write NetworkConfigs, so these count only if all NetworkAllocations are lost, only for
-// the peer of their tenant namespace, and only if they contradict no other object.
+// Peers may write NetworkConfigs. So a NetworkConfig counts only if all NetworkAllocations are
+// lost, only for the peer of its tenant namespace, and only if it contradicts no other object.
 func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (state ipam.State, err error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
@@ -98,7 +98,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 		own = configured.Own()
 	}
 	state = s.stateOf(own, all)
-	settled, restored := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and those of them that got the networks from it
+	settled, restored := make(map[string]bool), make(map[string]bool) // settled: the peer has the networks of a trace; restored: it got them from the trace
 	for _, t := range traces {
 		had, has := state.AllocationOf(t.id)
 		switch {
@@ -137,7 +137,8 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 }
 
 // withAllocations holds the networks that NetworkAllocations list but the State lacks, because
-// nodes refuse them. Either the State has lost them, or a manager was stopped before it freed them.
+// nodes refuse them. Either the State has lost these networks, or a manager was stopped before it
+// freed them.
 func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.State, error) {
 	now, err := s.Now(ctx)
 	if err != nil {

@@ -9,13 +9,14 @@
 //
 // The IpamStorage is a copy in Liqo's format, for Liqo's components. The Store writes it after each
 // allocation. The Store reads it only to import the state of a Liqo installation, if our own
-// cluster has no NetworkAllocation yet. A changed resourceVersion of the IpamStorage shows a
-// manager that another manager has allocated networks.
+// cluster has no NetworkAllocation yet. If the resourceVersion of the IpamStorage has changed,
+// another manager has allocated networks.
 //
 // Each manager that becomes the leader begins a session, with a number higher than all earlier
-// ones. The Store accepts a write of another manager if its session is later than ours and it
-// removes no network without freeing it. It overwrites any other change, such as an edit, a
-// deletion or an older backup (exceptions: field Session of NetworkAllocationSpec).
+// ones. The Store accepts a write of another manager if the session of that manager is higher than
+// ours, and if each network that the write removes is listed as freed. The Store overwrites any
+// other change, such as an edit, a deletion or an older backup (exceptions: field Session of
+// NetworkAllocationSpec).
 package ipamstore
 
 import (
@@ -68,11 +69,11 @@ type Store struct {
 	mu          sync.Mutex // held during an update
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as last read; nil if it does not exist
-	synced      bool                  // the IpamStorage has the State, and object has its current version; the spec of object may be outdated
+	synced      bool                  // the IpamStorage has the State, and object has its current resourceVersion, but perhaps an outdated spec
 	self        string                // ID of our own cluster, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // by name, as last read or written
 	session     int64                 // resourceVersion of the IpamStorage when this manager began to write
-	read        int64                 // session for which all objects were read; if it differs from session, they must be read first
+	read        int64                 // value of session when all objects were last read; if session differs, all objects must be read first
 	allocated   bool                  // whether all NetworkAllocations match the State
 	revision    int64                 // the highest revision read or written
 	subscribers []chan event.GenericEvent
@@ -176,7 +177,7 @@ func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, erro
 		return b, nil
 	})
 	if err != nil {
-		return state, err // the error may be about our ctx, so the other callers try by themselves
+		return state, err // the error may be about this caller's ctx, so the other callers write their updates themselves
 	}
 	for _, u := range together {
 		u.done, u.state = true, state
@@ -189,7 +190,7 @@ func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, erro
 
 // Refresh checks whether another program has changed or deleted the IpamStorage or a
 // NetworkAllocation, and overwrites changes that are not accepted. Without Refresh, only the next
-// Update would notice them.
+// Update would detect such changes.
 func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -240,8 +241,8 @@ type Observer func(state ipam.State, version func(id string) int64)
 // it.
 const NotWritten = math.MaxInt64
 
-// Observe calls f with the current State, and then with every State that was written, in order,
-// because other processes may have read any of them. f must be fast, and must not call the Store.
+// Observe calls f with the current State, and then with every State that was written, in order:
+// other processes may have read any of these States. f must be fast, and must not call the Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -279,7 +280,7 @@ func (s *Store) put(ctx context.Context, state ipam.State) error {
 		return errUnread
 	}
 	clusters := s.unallocated(state)
-	s.allocated = false // until everything is written
+	s.allocated = false // until all objects are written
 	if err := s.allocate(ctx, state, clusters, true); err != nil {
 		return err
 	}
@@ -398,8 +399,9 @@ func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err
 	return nil
 }
 
-// find returns the oldest IpamStorage, or nil. It also returns one that is being deleted: until
-// that is gone, it can still be written, and no other object can be created with its name.
+// find returns the oldest IpamStorage, or nil. It also returns an IpamStorage that is being
+// deleted: until the deletion ends, that object can still be written, and no other object can have
+// its name.
 func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	var list v1alpha1.IpamStorageList
 	if err := s.reader.List(ctx, &list); err != nil {
@@ -424,7 +426,7 @@ func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	return &items[0], nil
 }
 
-// blank reports whether the spec never stored anything.
+// blank reports whether the spec holds no state yet.
 func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }

@@ -30,9 +30,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// Server is the API server of all tests of a package, with our CRDs. A test uses its own namespaces
-// and cluster IDs. It does not run in parallel with other tests that use the server, because
-// managers see all namespaces.
+// Server is the API server of all tests of a package, with our CRDs. Each test uses its own
+// namespaces and cluster IDs. Such tests do not run in parallel, because managers see all
+// namespaces.
 var (
 	Server *kubetest.Server
 	Config *rest.Config

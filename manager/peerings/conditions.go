@@ -41,7 +41,7 @@ type peeringState struct {
 	self     v1alpha1.ClusterIdentity
 	conflict string   // the reason why the Peering is ignored, or ""
 	lacking  []string // reasons why we cannot publish our NetworkConfig
-	overlaps []string // overlaps of the peer's networks here with networks that this cluster got after their allocation
+	overlaps []string // overlaps of the peer's networks here with networks that this cluster got later
 	tenant   string   // the problem of the tenant namespace, or ""
 	ending   bool     // the tenant namespace is being deleted
 
@@ -222,8 +222,8 @@ func publishedCondition(s peeringState) condition {
 	return no(isthmus.ReasonPublishing, "our NetworkConfig is not written yet")
 }
 
-// answeredCondition evaluates the peer's answer, which the replicator copied back. Its message may
-// quote the peer.
+// answeredCondition evaluates the peer's answer, which the replicator copied back. The message of
+// the condition may quote the peer.
 func answeredCondition(s peeringState) condition {
 	original := s.original
 	switch {
@@ -270,7 +270,7 @@ func acceptedCondition(s peeringState) condition {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig is not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
-		reason := knownReason(accepted.Reason) // with the permissions that Liqo grants, the peer may have written the reason itself
+		reason := knownReason(accepted.Reason) // under Liqo's RBAC, the peer may have written the reason itself
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig has changed; the new version is not answered yet")

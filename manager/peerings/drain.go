@@ -30,7 +30,7 @@ type drain struct {
 }
 
 // update returns the state at the time now, and the remaining time for which the tunnel has to
-// stay. shared is true while one cluster still has services of the other.
+// stay. shared is true while either cluster still has services of the other cluster.
 func (d drain) update(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now
@@ -66,8 +66,8 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 	return left
 }
 
-// drain keeps the tunnel of a deleted Peering until clients no longer use the shared services.
-// Package services withdraws these. drain returns the maximum remaining time, or zero when draining
+// drain keeps the tunnel of a deleted Peering until clients no longer use the shared services,
+// which package services withdraws. drain returns the maximum remaining time, or zero when draining
 // has ended.
 func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
 	if s.conflict != "" || !peers.From(s.peering).Draining {

@@ -19,10 +19,10 @@ import (
 
 const (
 	livenessInterval = 2 * time.Second
-	// livenessTimeout is the time for which the Lease may stay unchanged. It is longer than a takeover
-	// by a standby, which may acquire the Lease after 7 s. It is also longer than three renewals if a
-	// slow API server does not answer the first two: these take 4.5 s each, including the pause, and
-	// the third succeeds 2 s later.
+	// livenessTimeout is the time for which the Lease may stay unchanged. It is longer than a
+	// takeover by a standby, which may acquire the Lease after 7 s. It is also longer than three
+	// renewals if a slow API server does not answer the first two: each of these takes 4.5 s with
+	// the pause after it, and the third succeeds 2 s later.
 	livenessTimeout = 12 * time.Second
 	// releasedTimeout is the time for which a Lease may have no holder. A standby acquires it within 2
 	// s. Without a standby, the gateway acquires it as soon as its Pod runs again.
@@ -43,7 +43,7 @@ type Liveness struct {
 	changed chan event.GenericEvent
 
 	mu      sync.Mutex
-	looked  bool
+	wasRead bool
 	unread  string // the error of the last read of the Lease, or ""
 	lease   coordinationv1.LeaseSpec
 	since   time.Time // when the Lease was first seen with its present content; zero: not seen
@@ -91,7 +91,7 @@ func (p *Liveness) checkLease(ctx context.Context) {
 	defer p.mu.Unlock()
 	p.logUnread(err)
 	switch now := time.Now(); {
-	case apierrors.IsNotFound(err) && !p.looked:
+	case apierrors.IsNotFound(err) && !p.wasRead:
 		p.since = time.Time{}
 		p.setSilent("")
 	case apierrors.IsNotFound(err): // somebody deleted the Lease; an active gateway creates it again
@@ -101,16 +101,16 @@ func (p *Liveness) checkLease(ctx context.Context) {
 			p.setSilent(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
 		}
 		return
-	case err != nil: // while this manager cannot read the Lease, the gateway probably cannot renew it
+	case err != nil: // while this manager cannot read the Lease, the gateway probably cannot renew the Lease
 		p.since = time.Time{}
 	case p.since.IsZero():
 		p.lease, p.since = lease.Spec, now
 		// A restarted manager must not report Ready if the previous manager knew that no gateway was
 		// active.
-		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
+		if r := lease.Spec.RenewTime; !p.wasRead && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
 			p.setSilent(p.sentence())
 		}
-		p.looked = true
+		p.wasRead = true
 		p.missing = time.Time{}
 	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || ptr.Deref(p.lease.HolderIdentity, "") != ptr.Deref(lease.Spec.HolderIdentity, ""):
 		p.lease, p.since = lease.Spec, now

@@ -138,7 +138,8 @@ func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-// reconcile returns the time after which it must be called again. Zero means: at the next event.
+// reconcile returns the time after which it must be called again, or zero if it must wait for the
+// next event.
 func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
 	var peering isthmus.Peering
 	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {
@@ -227,8 +228,8 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 	}
 	r.gatherServices(ctx, &s)
 	r.gatherKey(ctx, &s, peer)
-	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
-	if !looked { // after a restart, the last status stays until the replicator has checked the peer
+	state, checked := r.Replicator.State(peer.Cluster.ClusterID)
+	if !checked { // after a restart, the last status stays until the replicator has checked the peer
 		s.identity, s.published = storedCondition(peering, isthmus.ConditionIdentity), storedCondition(peering, isthmus.ConditionPublished)
 		return s, nil
 	}
@@ -240,14 +241,14 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 // storedCondition returns a condition from the stored status.
 func storedCondition(peering *isthmus.Peering, conditionType string) condition {
 	c := meta.FindStatusCondition(peering.Status.Conditions, conditionType)
-	if c == nil || c.Reason == isthmus.ReasonConflict { // because of the conflict, nothing was checked
+	if c == nil || c.Reason == isthmus.ReasonConflict { // a Peering in conflict was not checked
 		return unknown
 	}
 	return condition{c.Status, c.Reason, c.Message}
 }
 
 // leave continues the removal of a Peering as far as possible. done is true if no object is left.
-// The NetworkConfig itself is deleted by its own reconciler.
+// NetworkConfigReconciler deletes our NetworkConfig.
 func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
 		peer, began := peers.From(s.peering), time.Now()
@@ -268,8 +269,8 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 				return false, err
 			}
 		}
-		// Usually package exchange has released the networks. But the peer may have got networks before
-		// our NetworkConfig existed.
+		// Usually package exchange has released the networks already. It has not if the peer got
+		// networks before our NetworkConfig existed.
 		now, err := r.Store.Now(ctx)
 		if err != nil {
 			return false, err
@@ -290,7 +291,7 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 }
 
 // deleteCopies deletes the NetworkConfigs here of a peer that was reached in band. The peer's
-// manager can no longer reach them, and its Peering may be deleted as well.
+// manager can no longer reach these objects, and the peer's Peering may be deleted as well.
 func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
@@ -304,10 +305,9 @@ func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	return nil
 }
 
-// force ends the wait for the peer, and reports the objects that stay at the peer. There are three
-// causes: an administrator requests it; somebody deletes the tenant namespace, which has the
-// identity that is needed to delete objects at the peer; or the tunnel through which the peer was
-// reached closes.
+// force ends the wait for the peer, and reports the objects that stay at the peer. It is called if
+// an administrator forces the un-peering, if the tunnel to the peer's API server closes, or if
+// somebody deletes the tenant namespace, which has our identity at the peer.
 func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {

@@ -16,7 +16,7 @@ import (
 type servicesState struct {
 	on      bool
 	lacking string // the reason why no services are shared, or ""
-	looked  bool   // whether the peer's API server was checked
+	checked bool   // whether the peer's API server was checked
 	counted bool   // whether each of the peer's services was checked
 	sharing replication.Sharing
 	imports services.Imports
@@ -29,11 +29,11 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 		return
 	}
 	id := s.peering.Spec.Cluster.ClusterID
-	s.services.sharing, s.services.looked = r.Services.Sharing(id)
+	s.services.sharing, s.services.checked = r.Services.Sharing(id)
 	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Checked(ctx, id, s.peering.Spec.TenantNamespace.Local)
-	// Until the peer answers, the removal waits only if the peer had services of ours. The removal of
+	// Before the first check of the peer, the removal does not wait for services: the removal of
 	// the NetworkConfig waits for the peer in any case.
-	s.services.left = s.services.looked && !s.services.sharing.Withdrawn
+	s.services.left = s.services.checked && !s.services.sharing.Withdrawn
 }
 
 // servicesCondition computes the condition ServicesShared. It returns nil if the Peering has no
@@ -48,7 +48,7 @@ func servicesCondition(s peeringState) *condition {
 	switch {
 	case state.lacking != "":
 		return v(no(isthmus.ReasonLocalSetup, "%s", state.lacking))
-	case len(spec.Export) > 0 && !state.looked, !state.counted:
+	case len(spec.Export) > 0 && !state.checked, !state.counted:
 		if before := storedCondition(s.peering, isthmus.ConditionServicesShared); before != unknown {
 			return &before
 		}

@@ -29,7 +29,7 @@ import (
 // tunnel stays open for the managers, and the time for which we wait for the peer.
 const InBandPatience = 30 * time.Second
 
-// ErrNoPeer means that no object asks for a peering with the cluster.
+// ErrNoPeer means that no Peering and no ForeignCluster requests a peering with the cluster.
 var ErrNoPeer = errors.New("no peering with this cluster")
 
 // A Peer is a cluster to peer with, according to a Peering or, under Liqo's control plane, a
@@ -63,8 +63,8 @@ type Peer struct {
 // Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. After that
-// time the tunnel closes, which is the only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. After that time the
+// tunnel closes. It is the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
@@ -75,7 +75,7 @@ func (p Peer) Abandoned(now time.Time) bool {
 }
 
 // Begun reports whether objects may be made for the peer. A Peering must have its finalizer first,
-// which ensures that these objects are removed.
+// because the finalizer ensures that these objects are removed.
 func (p Peer) Begun() bool {
 	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
 		return false
@@ -103,7 +103,8 @@ type Peers struct {
 	Reader client.Reader
 	// Self is the ID of this cluster.
 	Self string
-	// ForeignClusters is true if this cluster serves that kind. Peers then reads these objects, too.
+	// ForeignClusters is true if this cluster serves the kind ForeignCluster. Peers then reads
+	// these objects, too.
 	ForeignClusters bool
 }
 
@@ -117,8 +118,8 @@ func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) 
 	return p.find(ctx, IndexTenantNamespace, namespace)
 }
 
-// List returns all peers, sorted by cluster ID. The peers share memory with the cache, so the
-// caller must not change them.
+// List returns all peers, sorted by cluster ID. The result shares memory with the cache, so the
+// caller must not change it.
 func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	byID := make(map[string]Peer)
 	var peerings isthmus.PeeringList

@@ -24,9 +24,9 @@ const (
 // followAuthority copies the certificate authority that the peer publishes into the identity
 // Secret. It does so only over a connection that the present authority verifies.
 //
-// The new authority is adopted only if it verifies the same API server, because an API server
-// behind a load balancer may have a certificate of another authority. So a rotation can be followed
-// while both authorities are valid, but not later.
+// It adopts the new authority only if that authority verifies the same API server: behind a load
+// balancer, the server's certificate may be from another authority. Therefore it can follow a
+// rotation only while both authorities are valid.
 func (w *worker) followAuthority(ctx context.Context) {
 	if now := time.Now(); w.link.ca == "" || w.link.user == "" || now.Before(w.authority) {
 		return // the system's authorities verify the server, or the Secret is from Liqo
@@ -36,7 +36,7 @@ func (w *worker) followAuthority(ctx context.Context) {
 	defer cancel()
 	published, err := w.link.publishedAuthority(ctx)
 	if err != nil {
-		w.log.Debug("read the peer's certificate authority", "error", err) // the peer uses Liqo, or does not permit the read
+		w.log.Debug("cannot read the peer's certificate authority", "error", err) // the peer uses Liqo, or does not permit the read
 		return
 	}
 	if err := w.adopt(ctx, published); err != nil {

@@ -36,7 +36,7 @@ func (w *worker) secretFeed() feed {
 }
 
 // connect makes a link for id. After delay, it follows the copies over that link. pause counts
-// failures across links. The known copies are kept, unless they are from another API server.
+// failures across links. If id is for another API server, connect drops the known copies.
 func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
 	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
 	if err != nil {

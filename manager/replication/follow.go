@@ -25,22 +25,22 @@ type pace struct {
 	authority time.Duration
 
 	// turns limits the requests of all workers to one API server that wait for a response: it has
-	// one element for each such request. If it is nil, there is no limit.
+	// one element for each such request. A nil channel means no limit.
 	turns chan struct{}
 }
 
 // defaultPace is the pace outside of tests. A watch lasts as long as the server permits, usually
 // between half an hour and an hour. An API server does not end the watches of an identity that it
 // no longer accepts, and a server that disappears does not end any watch. One small request a
-// minute detects both cases. It costs both sides a tenth of a new watch.
+// minute detects both cases. Such a request costs both sides a tenth of a new watch.
 var defaultPace = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, check: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,
 }
 
 // ownTurns limits the concurrent requests of all workers to our own API server. That server queues
-// some hundred requests for each client, and rejects further ones with 429. A manager that starts
-// with a thousand peers lists and watches a thousand Secrets.
+// some hundred requests for each client, and rejects further requests with 429. A manager that
+// starts with a thousand peers lists and watches a thousand Secrets.
 const ownTurns = 16
 
 // own returns the pace at our own API server, which all workers share. Our identity needs no checks
@@ -199,8 +199,8 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	}
 }
 
-// checkRegularly regularly sends a list request that the server answers from its cache. It ends
-// when a request fails or ctx is done.
+// checkRegularly sends a list request at intervals. The server answers from its cache.
+// checkRegularly ends when a request fails or ctx is done.
 func (p pace) checkRegularly(ctx context.Context, f feed, refused chan<- error) {
 	for {
 		select {

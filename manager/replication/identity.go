@@ -85,7 +85,7 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 // errInBand and errOutOfBand mean that an identity does not fit spec.inBand.
 var (
 	errInBand    = errors.New("comes from Liqo, but spec.inBand needs Isthmus in both clusters; remove spec.inBand from the Peering")
-	errOutOfBand = errors.New("leads through the tunnel, but the Peering does not have spec.inBand")
+	errOutOfBand = errors.New("uses the tunnel, but the Peering does not have spec.inBand")
 )
 
 // checkInBand checks that the identity fits spec.inBand of the Peering. In band, it makes the
@@ -216,8 +216,8 @@ func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	return clientcmd.Write(*config)
 }
 
-// A serviceToken has the claims of a ServiceAccount token. They are not verified here, because they
-// only decide when to request a new token, and for which account.
+// A serviceToken has the claims of a ServiceAccount token. They are not verified, because they only
+// determine when to request a new token, and for which account.
 type serviceToken struct {
 	issued, expires    time.Time
 	namespace, account string

@@ -72,7 +72,7 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 
 func (l *link) close() { l.pool.put(l.endpoint) }
 
-// codecs and parameters know all kinds that a link accesses.
+// codecs and parameters encode and decode all kinds that a link accesses.
 var codecs, parameters = func() (serializer.CodecFactory, runtime.ParameterCodec) {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{v1alpha1.AddToScheme, isthmus.AddToScheme, authv1.AddToScheme} {
@@ -305,8 +305,8 @@ func (p *pool) get(e endpoint) (http.RoundTripper, error) {
 		Proxy: proxy, TLSClientConfig: config, ForceAttemptHTTP2: true, DialContext: u.dial,
 		TLSHandshakeTimeout: 10 * time.Second, ResponseHeaderTimeout: 10 * time.Second, IdleConnTimeout: 90 * time.Second,
 		MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10,
-		// Pings detect a peer that hangs or whose packets are lost. Without them, a watch would wait for
-		// ever.
+		// Pings detect a peer that hangs or whose packets are lost. Without pings, a watch would
+		// wait for ever.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 15 * time.Second, PingTimeout: 10 * time.Second},
 	}
 	p.users[e] = u

@@ -49,8 +49,8 @@ func leaving(original *v1alpha1.NetworkConfig) bool {
 	return original != nil && !original.DeletionTimestamp.IsZero() && slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator)
 }
 
-// plan returns the actions that make the copies match the original, and then the original's status
-// match the copy's. Copies without an original are removed. original may be nil.
+// plan returns the actions that first make the copies match the original, and then copy the status
+// of the copy into the original. It removes copies without an original. original may be nil.
 //
 // In band, a copy that is being deleted counts as gone: the peer closes the tunnel once the copy is
 // deleted, so a later check would be impossible.
@@ -108,8 +108,7 @@ type view struct {
 	listed   bool // whether copies were listed at this server, perhaps some time ago
 }
 
-// published returns the condition Published: whether the copy equals the original, as far as the
-// worker knows.
+// published returns the condition Published: whether the last known copy equals the original.
 func (v view) published() Condition {
 	where := fmt.Sprintf("NetworkConfig %s in namespace %s at %s", v.peer.Cluster.UniqueName(), v.peer.RemoteNamespace, v.server)
 	no := func(format string, args ...any) Condition {

@@ -19,8 +19,8 @@ import (
 )
 
 // diagnose returns the cause of a failed request to the peer's API server: a reason of package
-// apis/isthmus/v1alpha1, and a text with the server's response or behaviour. The text is the same
-// for every attempt, because it contains neither our ports nor times.
+// apis/isthmus/v1alpha1, and a text with the server's response or behaviour. The text contains
+// neither our ports nor times, so it is the same for every attempt.
 func diagnose(err error) (reason, text string) {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) || !kubeerr.Answered(err) {

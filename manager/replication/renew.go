@@ -37,8 +37,8 @@ func (r renewal) warning() string {
 }
 
 // renew requests a new token once a tenth of the token's life is over, and writes it into the
-// Secret. The worker reads it from there like any other change. A failure only changes the State,
-// because the old token stays valid until it expires.
+// Secret. The worker then reads the new token like any other change of the Secret. A failure only
+// changes the State, because the old token stays valid until it expires.
 func (w *worker) renew(ctx context.Context) {
 	n := &w.renewal
 	if n.token.expires.IsZero() {
@@ -53,8 +53,8 @@ func (w *worker) renew(ctx context.Context) {
 		return
 	}
 	n.tried = true
-	// A retry comes after a tenth of the remaining life, so there are many tries before the token
-	// expires.
+	// The next attempt follows after a tenth of the remaining life, so there are many attempts
+	// before the token expires.
 	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
 	if err := w.renewToken(ctx); err != nil {
 		n.refusal = cmp.Or(err.Error(), "unknown")

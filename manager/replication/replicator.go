@@ -6,9 +6,9 @@
 //	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
 //
 // Each peer has its own worker, a goroutine that owns all state of this peer. So one peer cannot
-// delay another. Three sources trigger a comparison of original and copies: the identity Secret
-// (one object, watched by name), the copies at the peer, and the original in the manager's cache.
-// Their events have no other meaning.
+// delay another. An event of the identity Secret (one object, watched by name), of the copies at
+// the peer, or of the original in the manager's cache only triggers a comparison of original and
+// copies.
 //
 //	Secret ──follow──► worker ──► link (client of the peer's API server) ──follow──► worker: plan, do, State
 //
@@ -65,8 +65,8 @@ type State struct {
 	// Identity is ConditionIdentity: whether the peer's API server accepts our identity.
 	Identity Condition
 	// Published is ConditionPublished: whether the copy at the peer equals the original. While the
-	// peer does not answer, Published keeps its last value, but becomes False if the original has
-	// changed since. While the original is being deleted, the message has the reason for which the
+	// peer does not answer, Published keeps its last value, unless the original changes: then it
+	// becomes False. While the original is being deleted, the message has the reason why the
 	// deletion waits.
 	Published Condition
 	// Answered is empty, or False with ReasonInvalid if the API server here rejects the peer's answer.

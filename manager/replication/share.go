@@ -27,15 +27,15 @@ const maxServicesAnswer = 16 << 20
 const coalesce = 200 * time.Millisecond
 
 // concurrentWrites is the number of objects that a sharer writes concurrently. An importer's API
-// server grants some ten concurrent requests to all exporters together.
+// server permits some ten concurrent requests from all exporters together.
 const concurrentWrites = 4
 
 // Sharing is the progress of the export of services to a peer.
 type Sharing struct {
 	// Condition is empty while nothing is exported and the peer has nothing of ours.
 	Condition Condition
-	// Withdrawn is true if the peer has no PeerServices of ours. This includes peers that cannot have
-	// any.
+	// Withdrawn is true if the peer has no PeerServices of ours, for example because it does not
+	// serve the kind.
 	Withdrawn bool
 	// Refused lists services that the peer does not serve as we export them.
 	Refused []isthmus.RefusedService
@@ -108,7 +108,7 @@ func (s *sharer) run(ctx context.Context) {
 	go func() {
 		defer close(finished)
 		p := s.w.pace()
-		p.max = 2 * p.max // a peer without the CRD is tried for ever, so the pauses may get longer
+		p.max = 2 * p.max // the sharer never gives up on a peer without the CRD, so the pauses may get longer
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
 	defer func() {
@@ -216,7 +216,7 @@ func (s *sharer) sync(ctx context.Context) {
 		}
 		s.report(sharing, false)
 		return
-	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // after these errors, the watch will bring the present object
+	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // after these two errors, the watch will bring the present object
 		s.fail(failed, false)
 	}
 	s.retry = time.After(s.tries.next(s.w.r.pace))
@@ -343,8 +343,8 @@ func (l *link) services(verb string) *rest.Request {
 	return l.peerServices.Verb(verb).Namespace(l.namespace).Resource("peerservices").MaxRetries(0)
 }
 
-// servicesFeed returns a feed of the PeerServices in the tenant namespace at the peer. Only we
-// write them there.
+// servicesFeed returns a feed of the PeerServices in the tenant namespace at the peer. Only this
+// manager writes PeerServices there.
 func (l *link) servicesFeed() feed {
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {

@@ -77,8 +77,8 @@ func (w *worker) run(ctx context.Context) {
 		<-finished
 	}()
 
-	// A peer may change its objects all the time, or undo our changes. It causes at most two rounds a
-	// second.
+	// A peer may change its objects all the time, or undo our changes. This limits the rounds to
+	// two a second.
 	limiter := rate.NewLimiter(2, 10)
 	dirty := false
 	for {
@@ -112,8 +112,8 @@ func (w *worker) run(ctx context.Context) {
 	}
 }
 
-// pace returns the pace of requests to the peer. Through the tunnel, pauses are shorter: the
-// gateway reports at once that the tunnel is down, and when it is up again, answers of the peer may
+// pace returns the pace of requests to the peer. Through the tunnel, pauses are shorter: attempts
+// fail at once while the tunnel is down, and when the tunnel is up again, answers of the peer may
 // be waiting.
 func (w *worker) pace() pace {
 	p := w.r.pace
@@ -162,7 +162,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	var secret *corev1.Secret
 	switch {
-	case apierrors.IsForbidden(c.err) && w.link == nil: // with a link, the cause may be an API server that has just started
+	case apierrors.IsForbidden(c.err) && w.link == nil: // if there is a link, the API server may have just started
 		return without(isthmus.ReasonSecretMissing, "%s: the manager is not allowed to read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
 		w.log.Warn("cannot watch the peer's identity Secret", "secret", where, "error", c.err)
@@ -199,7 +199,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 
 func (w *worker) keep(o client.Object) {
 	c, ok := o.(*v1alpha1.NetworkConfig)
-	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // the next list will have the remaining orphans
+	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // the map is full; the next list returns the copies that are left out here
 		return
 	}
 	c.ManagedFields = nil
@@ -254,8 +254,8 @@ func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) 
 	return &o, err
 }
 
-// carryOut carries out the plan. It continues after a failed step. But if our finalizer could not
-// be set on the original, it publishes nothing.
+// carryOut carries out the plan. It continues after a failed step, unless that step sets our
+// finalizer on the original, or the connection or the identity has failed.
 func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig) {
 	w.state.Published = Condition{} // failed steps are retried now, or are obsolete
 	failed := false
@@ -268,7 +268,7 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 		case err == nil:
 		case errors.As(err, &remote):
 			w.blame(remote.err)
-			w.log.Debug("replicate", "step", a.step.String(), "object", a.name, "error", err)
+			w.log.Debug("replication step failed", "step", a.step.String(), "object", a.name, "error", err)
 			if reason, _ := diagnose(remote.err); breaks(reason) {
 				w.reconnect(ctx)
 				return
@@ -294,8 +294,8 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 	}
 }
 
-// again schedules another round after a pause, because a request to our own API server failed. It
-// does not log a conflict, because conflicts are normal.
+// again schedules another round after a failed request to our own API server. It logs the error
+// unless it is a conflict, because conflicts are normal.
 func (w *worker) again(ctx context.Context, what string, err error) {
 	if ctx.Err() == nil && !apierrors.IsConflict(err) {
 		w.log.Warn("cannot replicate to the peer; retrying", "step", what, "error", err)
@@ -338,7 +338,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 	case update:
 		c := w.copies[a.name].DeepCopy()
 		c.Spec = *original.Spec.DeepCopy()
-		c.Labels[v1alpha1.LabelReplication] = "false" // all its other labels are right, because they were used to find it
+		c.Labels[v1alpha1.LabelReplication] = "false" // all other labels of c are right, because they were used to find c
 		made, err := w.link.update(ctx, c)
 		switch {
 		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch will bring the present object
@@ -406,9 +406,10 @@ func (w *worker) removeFinalizer(ctx context.Context, original *v1alpha1.Network
 	return client.IgnoreNotFound(err)
 }
 
-// relabel restores the labels of the object that has the name of the copy. This makes the object
-// the copy again. relabel does not change an original of the peer, and deletes an object with an
-// answer to other networks. It returns exists, the error of create, if there is still no copy.
+// relabel restores the labels and the spec of an object that has the name of the copy, so that the
+// object is the copy again. It does not change an original of the peer. It deletes an object with
+// an answer to other networks. If there is still no copy, it returns exists, which is the error of
+// the create request.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {

@@ -55,7 +55,7 @@ func ownExport(id, cluster string, own Own) Export {
 // ServiceExports.
 const (
 	RefusedShard     = "WrongShard"        // the service is in the wrong object
-	RefusedInvalid   = "Invalid"           // an invalid name, port or type
+	RefusedInvalid   = "Invalid"           // a name, port or type is invalid
 	RefusedReserved  = "NamespaceReserved" // nothing may be imported into the namespace
 	RefusedConsent   = "NotImported"       // the Peering here does not import into the namespace
 	RefusedNamespace = "NamespaceMissing"  // the namespace does not exist here
@@ -71,14 +71,14 @@ type Refusal struct{ Reason, Message string }
 
 // Namespaces describes the namespaces of this cluster.
 type Namespaces interface {
-	// Reserved reports whether services are never imported into the namespace.
+	// Reserved reports whether no service may be imported into the namespace.
 	Reserved(name string) bool
 	// Exists reports whether the namespace exists.
 	Exists(name string) bool
 }
 
 // Accept checks one service in the PeerServices named shard. It returns false if no part of the
-// service is served here. Refusals have the reasons for that, or list the parts that are not
+// service is served here. refusals has the reasons, or lists the parts of the service that are not
 // served.
 func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, now time.Time) (x Export, refusals []Refusal, ok bool) {
 	refuse := func(reason, format string, args ...any) {

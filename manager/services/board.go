@@ -10,8 +10,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A board collects the results of reconciling single services, for code that needs the results of
-// all services. Its methods may be called concurrently.
+// A board collects the results of single reconciles, each for one service, for code that needs the
+// results of all services. Its methods may be called concurrently.
 type board struct {
 	mu       sync.Mutex
 	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: the export was checked and is invalid
@@ -146,8 +146,8 @@ type Imports struct {
 	Served, Endpoints int
 	// Refused counts services that are not served, or only with changes.
 	Refused int
-	// Foreign lists services that are not imported because another implementation's object has their
-	// name, sorted.
+	// Foreign lists services that are not imported, because an object of another implementation has
+	// the name. The list is sorted.
 	Foreign []string
 }
 

@@ -15,19 +15,19 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// The budget of one peer, in tokens. Reconciling a service costs one token, plus one for each
-// hundred of its endpoints, because each hundred are an EndpointSlice that may have to be written.
+// The budget of one peer, in tokens. A reconcile of a service costs one token, plus one for each
+// hundred endpoints, because an EndpointSlice with some hundred endpoints may have to be written.
 const (
-	looksPerSecond = 100
-	looksInTurn    = 500 // a peer that has spent this many tokens queues behind all other peers
-	// looksBurst is enough for all services that a peer can have.
-	looksBurst = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
+	tokensPerSecond = 100
+	tokensInTurn    = 500 // a peer that has spent this many tokens queues behind all other peers
+	// tokensBurst is enough for all services that a peer can have.
+	tokensBurst = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                   // priority of such a peer's services; a starting manager uses LowPriority for all others
-	looksPause   = looksBurst / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
+	behindOthers = handler.LowPriority - 1                     // priority of such a peer's services; a starting manager uses LowPriority for all other services
+	tokensPause  = tokensBurst / tokensPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 
-// budgets bounds the work that each peer can cause by changing its PeerServices. The keys are
+// budgets bounds the work that each peer can cause by changes of its PeerServices. The keys are
 // tenant namespaces. Only one goroutine may use the map.
 type budgets map[string]*rate.Limiter
 
@@ -36,14 +36,14 @@ type budgets map[string]*rate.Limiter
 func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time) (o priorityqueue.AddOpts) {
 	left := b[tenant]
 	if left == nil {
-		left = rate.NewLimiter(looksPerSecond, looksBurst)
+		left = rate.NewLimiter(tokensPerSecond, tokensBurst)
 		b[tenant] = left
 	}
-	if left.TokensAt(now) < looksBurst-looksInTurn {
+	if left.TokensAt(now) < tokensBurst-tokensInTurn {
 		o.Priority = ptr.To(behindOthers)
 	}
 	if !left.AllowN(now, 1+count(*s)/100) {
-		o.After = looksPause
+		o.After = tokensPause
 	}
 	return o
 }

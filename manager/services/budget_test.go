@@ -48,8 +48,8 @@ func TestPeerThatChangesAllServicesDoesNotDelayOtherPeers(t *testing.T) {
 			}
 			q.Done(r)
 		}
-		if at == 0 || at > looksInTurn+2 {
-			t.Errorf("%s: the service of the quiet peer is number %d; want it after %d of the busy one at most", name, at, looksInTurn)
+		if at == 0 || at > tokensInTurn+2 {
+			t.Errorf("%s: the service of the quiet peer is number %d; want it after %d of the busy one at most", name, at, tokensInTurn)
 		}
 	}
 }
@@ -61,7 +61,7 @@ func TestBudgetsOfPeersAreSeparateAndRefill(t *testing.T) {
 	for b.charge("busy", large, now).After == 0 {
 		n++
 	}
-	if want := looksBurst / 26; n != want {
+	if want := tokensBurst / 26; n != want {
 		t.Errorf("%d large services are looked at at once; want %d", n, want)
 	}
 	if o := b.charge("quiet", large, now); o.After != 0 || o.Priority != nil {
@@ -70,7 +70,7 @@ func TestBudgetsOfPeersAreSeparateAndRefill(t *testing.T) {
 	if o := b.charge("busy", large, now.Add(time.Second)); o.After != 0 || o.Priority == nil {
 		t.Errorf("a second later: %+v", o)
 	}
-	if o := b.charge("busy", large, now.Add(looksPause+time.Second)); o.After != 0 || o.Priority != nil {
+	if o := b.charge("busy", large, now.Add(tokensPause+time.Second)); o.After != 0 || o.Priority != nil {
 		t.Errorf("after the pause: %+v", o)
 	}
 }

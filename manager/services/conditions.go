@@ -71,7 +71,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 			continue
 		}
 		name, id := p.Spec.Cluster.ClusterName, p.Spec.Cluster.ClusterID
-		sharing, looked := c.Sharing(id)
+		sharing, checked := c.Sharing(id)
 		refused := slices.IndexFunc(sharing.Refused, func(r isthmus.RefusedService) bool { return r.Namespace == g.key.Namespace && r.Name == g.key.Name })
 		if refused >= 0 {
 			r := sharing.Refused[refused]
@@ -95,7 +95,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 		switch {
 		case c.board.omits(id, g.key):
 			failed = append(failed, fmt.Sprintf("cluster %s: PeerServices %s has no room for it, because older exports fill it", name, ShardOf(g.key)))
-		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
+		case !checked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
 			pending = append(pending, name)
 		case sharing.Condition.Status != metav1.ConditionTrue:
 			failed = append(failed, fmt.Sprintf("cluster %s: %s", name, sharing.Condition.Message))

@@ -33,8 +33,8 @@ import (
 )
 
 // Patience is the time for which a tunnel may be disconnected before its endpoints become unready.
-// A gateway reports a lost connection only after ten seconds of silence, so Patience matters only
-// for a tunnel that has just started.
+// A gateway reports a lost connection only after ten seconds of silence. Patience therefore matters
+// only for a tunnel that has just started.
 const Patience = 3 * time.Second
 
 // A Replicator writes PeerServices to the peers; see replication.Replicator.
@@ -60,8 +60,9 @@ type Options struct {
 	Log         *slog.Logger
 }
 
-// A Controller shares Services with peers. It reconciles single services: it applies the result of
-// Merge, and writes the conditions of ServiceExports. The exporter and the answerer do the rest.
+// A Controller shares Services with peers. Each reconcile handles one service: it applies the
+// result of Merge, and writes the conditions of the ServiceExport. An exporter passes exports to
+// the Replicator, and an answerer writes the statuses of PeerServices.
 type Controller struct {
 	Options
 	objects cache.Cache // has Services, ServiceExports, ServiceImports, PeerServices, and our EndpointSlices
@@ -121,7 +122,7 @@ func (c *Controller) Checked(ctx context.Context, id, tenant string) bool {
 	for i := range list.Items {
 		for _, s := range list.Items[i].Spec.Services {
 			key := Key{Namespace: s.Namespace, Name: s.Name}
-			if _, looked := c.board.outcome(key, id); !looked && ShardOf(key) == list.Items[i].Name { // a service in the wrong shard is never reconciled
+			if _, checked := c.board.outcome(key, id); !checked && ShardOf(key) == list.Items[i].Name { // a service in the wrong shard is never reconciled
 				return false
 			}
 		}
@@ -157,8 +158,9 @@ type gathered struct {
 	peerings  []*isthmus.Peering
 }
 
-// lookAgain is the interval of checks while a foreign EndpointSlice has the name of one of ours.
-const lookAgain = time.Minute
+// recheckInterval is the interval at which a service is reconciled again while no event would
+// report a change, for example while a foreign EndpointSlice has the name of one of ours.
+const recheckInterval = time.Minute
 
 // again reports whether an error means that the cache was outdated.
 func again(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
@@ -202,7 +204,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		err = c.apply(ctx, have, merged)
 		if other := errForeign(""); errors.As(err, &other) {
 			g.refused(Refusal{RefusedForeign, other.Error()})
-			g.after, err = lookAgain, nil // no event reports the deletion of the foreign object
+			g.after, err = recheckInterval, nil // no event reports the deletion of the foreign object
 		} else if err != nil && !again(err) {
 			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; see the log of its manager"})
 		}
@@ -297,9 +299,9 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	var many *Invalid
 	if svc != nil && !c.sources.room(g.key) {
 		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", maxExports)}
-		svc, g.after = nil, lookAgain
+		svc, g.after = nil, recheckInterval
 	}
-	if svc == nil { // the Service does not exist; its name may even be an invalid label value, by which no slices can be watched
+	if svc == nil { // the Service does not exist; its name may even be an invalid label value, so that its slices cannot be watched
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil
@@ -323,8 +325,8 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	return nil
 }
 
-// peer describes an exporting cluster. left is the time after which its tunnel counts as down. It
-// is zero if the tunnel is connected, or counts as down already.
+// peer describes an exporting cluster. left is the time after which its tunnel counts as down. left
+// is zero if the tunnel is connected or already counts as down.
 func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, now time.Time) (peer Peer, left time.Duration, err error) {
 	id := p.Spec.Cluster.ClusterID
 	peer = Peer{ID: id, Cluster: name, Import: p.Spec.Services.Import}

@@ -88,7 +88,7 @@ func exported(m map[string]string) map[string]isthmus.MetadataValue {
 // ready in any of these slices.
 func subsetsOf(endpoints []*discoveryv1.EndpointSlice, nodes map[string]string) []isthmus.EndpointSubset {
 	groups := make(map[string]*isthmus.EndpointSubset)
-	index := make(map[string]map[string]int) // by group and address: the address's index in the group
+	index := make(map[string]map[string]int) // index of an address in its group, by group and address
 	for _, slice := range endpoints {
 		if slice.AddressType == discoveryv1.AddressTypeFQDN {
 			continue
@@ -152,7 +152,7 @@ type LeftOut struct {
 
 // bounded drops all values that the CRD of PeerServices rejects. Otherwise the peer's API server
 // would reject the other services of the shard as well. The values come from ServiceExports and
-// EndpointSlices, which users write without validation of these bounds.
+// EndpointSlices, for which the API server does not check these bounds.
 func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 	s.Ports = s.Ports[:min(len(s.Ports), maxPorts)]
 	s.Labels, s.Annotations = boundedMetadata(s.Labels), boundedMetadata(s.Annotations)
@@ -261,14 +261,14 @@ func part(s isthmus.ExportedService) float64 {
 	return max(1./isthmus.MaxExportedServices, float64(count(s))/isthmus.MaxExportedEndpoints, float64(octets(s))/maxOctets)
 }
 
-// share is the fraction of a shard that each namespace may use before shardsOf distributes the rest
-// of the shard.
+// share is the fraction of a shard that each namespace may use before shardsOf places exports
+// beyond that fraction.
 const share = 1. / 4
 
 // shardsOf distributes exports over PeerServices. The keys of shards are object names. The number
-// of services, endpoints and octets in each shard is bounded. Older exports get their place first.
-// Exports beyond the share of their namespace come after all others. omitted lists the exports
-// without a place.
+// of services, endpoints and octets in each shard is bounded. Older exports are placed first, but
+// exports beyond the share of their namespace come after all others. omitted lists the exports for
+// which there was no room.
 func shardsOf(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {

@@ -52,8 +52,8 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err != nil || !pods.IsValid() {
 		return ctrl.Result{RequeueAfter: time.Second}, err
 	}
-	// Services are withdrawn from leaving peers first, because that must not wait until all exports
-	// are known.
+	// The first loop withdraws services from leaving peers, because that must not wait until all
+	// exports are known.
 	for _, p := range peerings {
 		if !p.DeletionTimestamp.IsZero() {
 			e.Share(p.Spec.Cluster.ClusterID, nil)
@@ -111,7 +111,7 @@ func (a *answerer) setup(mgr ctrl.Manager) error {
 
 // Reconcile writes the status of one PeerServices.
 func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	select { // most services of an object change together, so one write can cover them
+	select { // most services of an object change together, so the pause lets one write cover them
 	case <-time.After(pause):
 	case <-ctx.Done():
 		return ctrl.Result{}, nil
@@ -131,10 +131,10 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 	status := isthmus.PeerServicesStatus{ObservedGeneration: object.Generation}
 	for _, s := range object.Spec.Services {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
-		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
+		o, checked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
 		if shard := ShardOf(key); shard != object.Name { // a service in the wrong object is never reconciled
 			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs in PeerServices " + shard}}}
-		} else if !looked {
+		} else if !checked {
 			return ctrl.Result{}, nil // a.answers gets this request again when the service has been reconciled
 		}
 		if len(o.refusals) == 0 {

@@ -94,7 +94,7 @@ func Merge(key Key, exports []Export) Merged {
 	for _, x := range byAge {
 		withdrawn, ports := x.Down && replaced(x, byAge, ports), ports
 		if kind == mcs.Headless && portless(x) {
-			ports = nil // otherwise DNS would omit the exports without ports
+			ports = nil // otherwise the export would get no slices, and DNS would omit its addresses
 		}
 		m.Slices = append(m.Slices, slicesOf(key, x, ports, withdrawn)...)
 	}
@@ -270,7 +270,7 @@ func servedPorts(x Export, subset isthmus.EndpointSubset, merged []isthmus.Expor
 }
 
 // replaced reports whether clusters with a working tunnel serve every port of an export whose
-// tunnel is down. If not, the endpoints of that export stay, because they may still work.
+// tunnel is down. If they do not, the endpoints of that export stay, because they may still work.
 func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 	const anyPort = " " // not a valid port name
 	names := func(x Export, readyOnly bool) map[string]bool {
@@ -313,8 +313,8 @@ const maxSlice = 1000
 // number.
 const sliceSize = 100
 
-// slicesOf returns the EndpointSlices for one export. A hash of its address assigns each endpoint
-// to a slice, so that adding or removing an endpoint changes only one slice.
+// slicesOf returns the EndpointSlices for one export. The hash of an endpoint's address determines
+// its slice, so that a new or removed endpoint changes only one slice.
 func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
 	derived := DerivedName(key)
 	made := make(map[string]*discoveryv1.EndpointSlice)
@@ -325,7 +325,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 	for _, subset := range x.Service.Subsets {
 		listen := servedPorts(x, subset, ports)
 		if len(listen) == 0 && len(ports) > 0 {
-			continue // a slice without ports would mean all ports
+			continue // a slice without ports would stand for all ports
 		}
 		slots := uint32(1)
 		for int(slots)*sliceSize < len(subset.Endpoints) {

@@ -79,7 +79,7 @@ func (e existing) ours() existing {
 	return e
 }
 
-// errForeign is the name of a foreign EndpointSlice. One of our EndpointSlices needs the same name.
+// errForeign is the name of a foreign EndpointSlice, if one of our EndpointSlices needs that name.
 type errForeign string
 
 func (e errForeign) Error() string {
@@ -110,9 +110,9 @@ func (c *Controller) delete(ctx context.Context, o client.Object) error {
 	return nil
 }
 
-// apply writes the differing objects in this order: the ServiceImport, which owns the others; the
-// Service, whose addresses the ServiceImport lists; the slices. It adds slices before it deletes
-// others.
+// apply writes the objects that differ, in this order: the ServiceImport, which owns the other
+// objects; the Service, whose addresses the ServiceImport lists; the slices. It adds new slices
+// before it deletes old slices.
 func (c *Controller) apply(ctx context.Context, have existing, want Merged) error {
 	i, err := c.applyImport(ctx, have.imports, want.Import)
 	if err != nil || i == nil {
@@ -161,7 +161,7 @@ func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImp
 		return made, wrap("create ServiceImport", c.Client.Create(ctx, made))
 	}
 	if !have.DeletionTimestamp.IsZero() {
-		return nil, nil //nolint:nilnil // the end of its deletion causes an event
+		return nil, nil //nolint:nilnil // an event reports the end of the deletion
 	}
 	changed := have.DeepCopy()
 	changed.Labels, changed.Annotations = maps.Clone(want.Labels), maps.Clone(want.Annotations)
@@ -177,7 +177,7 @@ func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImp
 func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, ips []string, merged *mcs.ServiceImport) error {
 	families := merged.Spec.IPFamilies
 	if merged.Spec.Type == mcs.Headless && len(families) == 0 {
-		families = i.Spec.IPFamilies // the endpoints of the service may be missing for a moment only
+		families = i.Spec.IPFamilies // the endpoints may be missing only for a moment, so the families stay
 	}
 	for _, ip := range ips {
 		families = append(families, map[bool]corev1.IPFamily{false: corev1.IPv4Protocol, true: corev1.IPv6Protocol}[strings.Contains(ip, ":")])

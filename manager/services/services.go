@@ -12,8 +12,9 @@
 // LabelService, the status of PeerServices, and the conditions of ServiceExports. The manager runs
 // the Controller, and package peerings reads its Imports.
 //
-// Peers are not trusted. A peer sends its pods' own addresses, and the importer translates them
-// into the network that it uses for that peer. No other address of a peer gets into a slice.
+// Peers are not trusted. A peer sends the addresses that its pods have in its own cluster, and the
+// importer translates them into the network that it uses for that peer. An address outside of the
+// peer's PodCIDR never gets into a slice.
 package services
 
 import (
@@ -105,9 +106,8 @@ func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) {
 	return moved, ok
 }
 
-// hostnameOf returns a hostname for an endpoint that has none. The hostname is made from the
-// endpoint's address in its own cluster, because that address stays the same if this cluster uses
-// another network for the peer.
+// hostnameOf returns a hostname for an endpoint that has none. It uses the endpoint's address in
+// the exporting cluster, which stays the same if this cluster uses another network for the peer.
 func hostnameOf(addr netip.Addr) string {
 	return strings.NewReplacer(".", "-", ":", "-").Replace(addr.StringExpanded())
 }

@@ -76,7 +76,7 @@ func (s *sources) room(key Key) bool {
 }
 
 // slices returns the EndpointSlices of a Service, which the caller must not change. wait is true if
-// they are not known yet; once they are known, sources calls changed.
+// the slices are not known yet; sources then calls s.changed later.
 func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -96,8 +96,8 @@ func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) 
 	return all, false
 }
 
-// exists asks the API server whether an EndpointSlice like want may exist. It returns false only if
-// the slice with this name belongs to another service or manager.
+// exists reports whether the EndpointSlice want may already exist, according to the API server. It
+// returns false only if the slice with this name belongs to another service or manager.
 func (s *sources) exists(ctx context.Context, want *discoveryv1.EndpointSlice) bool {
 	list, err := s.client.EndpointSlices(want.Namespace).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + want.Name})
 	return err != nil || len(list.Items) == 0 || list.Items[0].Labels[LabelService] == want.Labels[LabelService] &&

@@ -95,8 +95,8 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 }
 
 // peersPause is the delay after which conditions are updated when peers' answers or exports have
-// changed. A peer may change these all the time, and must not cause more frequent checks of other
-// services and Peerings.
+// changed. A peer may change its answers and exports all the time, and must not cause more frequent
+// checks of other services and Peerings.
 const peersPause = time.Second
 
 // peeringChanged drops updates that do not affect services, such as those of the latency.

@@ -20,7 +20,7 @@ const AnnotationForce = "isthmus.net/force-unpeer"
 const ForceCarried = "carried"
 
 // AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to
-// stop using the shared services. Until then the tunnel stays.
+// stop using the shared services. Until the annotation is set, the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
 
 // AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to our
@@ -54,7 +54,8 @@ const InBandServer = "https://kubernetes.default.svc"
 const LeaseGateway = "isthmus-gateway"
 
 // `isthmus peer` writes these annotations on a Peering to identify the peer, because any cluster
-// can use the ID and name of another. A cluster that does not match the annotations is refused.
+// can use the ID and name of another cluster. A cluster that does not match the annotations is
+// refused.
 const (
 	// AnnotationPeerUID is the UID of the namespace kube-system in the peer.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
@@ -67,13 +68,14 @@ const (
 )
 
 // AnnotationVoters on the Lease of the gateways lists the nodes that vote on which gateway is
-// active. It is JSON with two fields: version is a number that grows with each change; voters maps
-// the names of Nodes to their addresses. Without voters, the holder of the Lease is active.
+// active. The value is JSON with two fields: version is a number that grows with each change;
+// voters maps the names of Nodes to their addresses. If there are no voters, the holder of the
+// Lease is active.
 const AnnotationVoters = "isthmus.net/voters"
 
-// AnnotationVotes on the Service of the gateway has the data that a node needs in order to vote. It
-// is JSON with two fields: epoch is the epoch of the active gateway; key is the Ed25519 public key,
-// in base64, that verifies the signatures of gateways.
+// AnnotationVotes on the Service of the gateway has the data that a node needs in order to vote.
+// The value is JSON with two fields: epoch is the number of the takeover that made the gateway
+// active; key is the Ed25519 public key, in base64, that verifies the signatures of gateways.
 const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
@@ -83,8 +85,8 @@ const AnnotationVotes = "isthmus.net/votes"
 const AnnotationGateways = "isthmus.net/gateways"
 
 // AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write.
-// It makes the next write of the previous manager conflict, so that the previous manager reads the
-// state again.
+// The annotation makes the next write of the previous manager conflict, so that the previous
+// manager reads the state again.
 const AnnotationTakenOver = "isthmus.net/taken-over-at"
 
 // AnnotationTokenAudiences on a tenant namespace lists the audiences for which the peer may renew
@@ -107,7 +109,7 @@ const EventApplied = "Applied"
 const EventActive = "Active"
 
 // EventCannotTakeOver is the reason of an Event on the Pod of a standby gateway. The gateway
-// reports that it does not hear the nodes whose votes it needs.
+// reports that it receives no messages from nodes whose votes it needs.
 const EventCannotTakeOver = "StandbyCannotTakeOver"
 
 // DefaultIdentitySecret is the default name of the Secret with the manager's identity at the peer's
@@ -121,7 +123,7 @@ const SecretKubeconfig = "kubeconfig"
 // Condition types of a Peering, in the order in which they become true. The first reconcile sets
 // all of them, to Unknown if necessary.
 const (
-	// ConditionReady summarises the others: traffic can flow.
+	// ConditionReady summarises the other conditions: traffic can flow.
 	ConditionReady = "Ready"
 	// ConditionIdentity: the peer's API server accepts our identity.
 	ConditionIdentity = "IdentityReady"
@@ -205,7 +207,7 @@ const (
 	ReasonUnknown = "Unknown"
 )
 
-// WaitReasons are the reasons of conditions that only wait for an earlier one.
+// WaitReasons are the reasons of conditions that only wait for an earlier condition.
 var WaitReasons = []string{
 	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
 }

@@ -26,19 +26,20 @@ type NetworkAllocationSpec struct {
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
 	// Networks are the networks that our cluster uses for the peer, in this order: the network for
-	// its pods, the network for its mapped endpoints, and the networks in held. Every node refuses
-	// packets for them outside of the tunnel.
+	// the peer's pods, the network for the peer's mapped endpoints, and the networks in held. Every
+	// node refuses packets for them outside of the tunnel.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
 	// NetworksSince has the resourceVersion at which this object first named its present networks.
-	// If it is absent, the resourceVersion of the object itself counts. Thanks to this field, nodes
-	// need not report again after a change of other fields.
+	// If it is absent, the resourceVersion of the object itself counts. Because of this field,
+	// nodes need not report again after a change of other fields.
 	// +optional
 	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
 	// Freed are former networks of the peer, the latest last. Nodes stop refusing a freed network,
-	// unless another object lists it in networks, or this object does so with a higher revision.
+	// unless another object has it in networks, or this object has it in networks again with a
+	// higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -48,10 +49,10 @@ type NetworkAllocationSpec struct {
 	Own *OwnNetworks `json:"own,omitempty"`
 
 	// Session is the number of the manager that wrote this object, or 0 if none has written it.
-	// Each manager that begins to write takes a higher number. A manager adopts a change that has a
-	// later session, and overwrites any other foreign change, with two exceptions: It keeps entries
-	// that were added to freed. It ends the hold of a network that was moved from networks to freed
-	// with a higher revision.
+	// Each manager that begins to write takes a higher number. A manager adopts a foreign change
+	// with a higher session. It overwrites any other foreign change, with two exceptions. If
+	// entries were added to freed, it keeps them. If a network was moved from networks to freed
+	// with a higher revision, it ends the hold of that network.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	Session int64 `json:"session,omitempty"`
@@ -76,7 +77,7 @@ type NetworkAllocationSpec struct {
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
 	// Local are our PodCIDR and ExternalCIDR that the networks in seen represent. The addresses in
-	// endpoints are in this ExternalCIDR. These networks differ from own only while a change of our
+	// endpoints are in the ExternalCIDR of local. Local differs from own only while a change of our
 	// networks is being written.
 	// +optional
 	Local *NetworkPair `json:"local,omitempty"`
@@ -88,8 +89,8 @@ type NetworkAllocationSpec struct {
 }
 
 // NetworksSince is the resourceVersion at which an object first named its networks. It is valid
-// only if revision and uid match the object, because an older manager changes networks without
-// updating it, and a backup may contain the values of another object.
+// only if revision and uid match the object: an older version of the manager changes networks
+// without updating networksSince, and a backup may contain the values of another object.
 type NetworksSince struct {
 	// ResourceVersion is the resourceVersion of the object when it first named its present networks.
 	// +kubebuilder:validation:Minimum=1

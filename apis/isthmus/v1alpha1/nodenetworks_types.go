@@ -16,7 +16,8 @@ type NodeNetwork = string
 type NodeNetworksSpec struct {
 	// Networks are the addresses of the node, the networks on its links and the destinations of its
 	// routes, IPv4 and IPv6, without default routes and without the networks of the cluster's own
-	// pods and Services. Too many networks of one family are merged into wider networks.
+	// pods and Services. If there are too many networks of one family, they are merged into wider
+	// networks.
 	// +kubebuilder:validation:MaxItems=512
 	// +listType=atomic
 	// +optional
@@ -46,9 +47,9 @@ type NodeNetworksSpec struct {
 	// +optional
 	OverlaySources []net.IPAddress `json:"overlaySources,omitempty"`
 	// Routes are the node's routes whose next hop is another host. If that host is a node of the
-	// cluster, a gateway on this node sends packets for mapped endpoints on such a route through
-	// the overlay to that host. Answers then take the same path, as strict reverse path filters
-	// demand.
+	// cluster, a gateway on this node sends packets for mapped endpoints behind the route through
+	// the overlay to that host. Requests and answers then take the same path, as strict reverse
+	// path filters demand.
 	// +kubebuilder:validation:MaxItems=128
 	// +listType=atomic
 	// +optional

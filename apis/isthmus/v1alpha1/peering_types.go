@@ -102,9 +102,9 @@ type Claims struct {
 	// AlwaysRemap demands that both networks of the peer be remapped.
 	// +optional
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
-	// Consent names the advertised networks to which an administrator has agreed. It is needed if
-	// the peer changes its networks and would thereby get addresses in this cluster that it did not
-	// have before. The previous networks stay in force until the administrator agrees. `isthmus
+	// Consent names the advertised networks to which an administrator has agreed. Consent is needed
+	// if the peer changes its networks and would thereby get addresses in this cluster that it did
+	// not have before. The previous networks stay in force until the administrator agrees. `isthmus
 	// peer NAME --consent` writes it.
 	// +optional
 	Consent *Consent `json:"consent,omitempty"`
@@ -208,14 +208,14 @@ type KeysStatus struct {
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Ours string `json:"ours,omitempty"`
-	// OursSince is when the sessions began to use that key.
+	// OursSince is the time at which the sessions began to use the key in ours.
 	// +optional
 	OursSince *metav1.Time `json:"oursSince,omitempty"`
 	// Theirs is the key of the peer's gateway.
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Theirs string `json:"theirs,omitempty"`
-	// TheirsSince is when our gateway learned that key.
+	// TheirsSince is the time at which the TunnelEndpoint got the key in theirs.
 	// +optional
 	TheirsSince *metav1.Time `json:"theirsSince,omitempty"`
 	// Lags is true during a rotation of this cluster's key, until the peer has a session with the
@@ -243,7 +243,7 @@ type Networks struct {
 	// +optional
 	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
 	// PodCIDRWhy explains why podCIDR is remapped, or why it is used unchanged. It is set only for
-	// the peer's networks, because this cluster does not know the peer's reasons for ours.
+	// the peer's networks, because the peer does not publish its reasons for our networks.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	PodCIDRWhy string `json:"podCIDRWhy,omitempty"`

@@ -59,8 +59,8 @@ type PeerServicesSpec struct {
 }
 
 // ExportedService describes a Service that has a ServiceExport, with its ports and addresses in the
-// exporting cluster. It is atomic, because otherwise metadata.managedFields would make a full
-// object larger than a peer may write.
+// exporting cluster. It is atomic: otherwise metadata.managedFields would make a full object larger
+// than the limit for a peer.
 // +structType=atomic
 type ExportedService struct {
 	// Namespace of the Service.

@@ -15,25 +15,26 @@ const AnnotationTakeover = "isthmus.net/takeover"
 type Takeover struct {
 	Pod    string `json:"pod"`
 	Reason string `json:"reason"`
-	// Previous is the Pod that was active before. It is empty if none was, or if it is unknown.
+	// Previous is the Pod that was active before. It is empty if there was none, or if that Pod is
+	// unknown.
 	Previous string `json:"previous,omitempty"`
 }
 
 // Reasons of a Takeover.
 const (
-	TakeoverReleased   = "Released"   // the previous gateway shut down in order (a drain, a rollout, `isthmus release-gateway`), or gave up its votes
+	TakeoverReleased   = "Released"   // the previous gateway shut down cleanly (a drain, a rollout, `isthmus release-gateway`), or gave up its votes
 	TakeoverNotHeard   = "NotHeard"   // a majority of the voting nodes did not hear the previous gateway
 	TakeoverExpired    = "Expired"    // the previous gateway did not renew the Lease
 	TakeoverNoneActive = "NoneActive" // there was no Lease, or no gateway was known to be active
-	TakeoverResumed    = "Resumed"    // the gateway itself was active before its restart, and reached no API server
+	TakeoverResumed    = "Resumed"    // the gateway was active before its restart, and could reach no API server
 )
 
 // TakeoverReasons has all reasons of a Takeover.
 var TakeoverReasons = []string{TakeoverReleased, TakeoverNotHeard, TakeoverExpired, TakeoverNoneActive, TakeoverResumed}
 
-// TakeoverOf parses the value of AnnotationTakeover. It returns the zero Takeover unless the value
-// names the holder, because an older version of the gateway leaves the annotation of its
-// predecessor in place.
+// TakeoverOf parses the value of AnnotationTakeover. If the value names another gateway than
+// holder, it returns the zero Takeover: an older version of the gateway leaves the annotation of
+// its predecessor in place.
 func TakeoverOf(annotation, holder string) Takeover {
 	var t Takeover
 	if json.Unmarshal([]byte(annotation), &t) != nil || t.Pod != holder {

@@ -14,10 +14,10 @@
 //	                               NatMapping     ──► gateway
 //	IpamStorage: all allocated networks
 //
-// These schemas validate values, because a peer writes the NetworkConfig. They refuse values that
-// no gateway could apply. Liqo's schemas only demand that fields are present. Everything that a
-// real Liqo writes is valid here. IPv6 is valid too, although Liqo's own networks are IPv4. The
-// kinds that have a status also have status.conditions, which Liqo lacks; it is omitted when empty.
+// Our schemas refuse values that no gateway could apply, because a peer writes the NetworkConfig.
+// Liqo's schemas only demand that fields are present. Everything that a real Liqo writes is valid
+// here. IPv6 is valid too, although Liqo's own networks are IPv4. The kinds that have a status also
+// have status.conditions, which Liqo lacks; it is omitted when empty.
 //
 // The rules use the IP and CIDR functions of CEL, which API servers have since Kubernetes 1.31.
 // They check the form of a value. Package fabric and the manager check whether the value conflicts

@@ -46,8 +46,8 @@ const (
 )
 
 // ConditionConnected is a condition of a TunnelEndpoint that the active gateway writes: it states
-// whether the peer answers, and if not, why. Liqo has no such condition, but has the state in
-// status.connection. If status.connection.status is Error, statusMessage is the message of the
+// whether the peer answers, and if not, why. Liqo has no such condition, and reports the state in
+// status.connection only. If status.connection.status is Error, statusMessage is the message of the
 // condition.
 const ConditionConnected = "Connected"
 
@@ -58,7 +58,7 @@ const (
 	CauseNotApplied   = "NotApplied"   // the kernel of the gateway's node refuses a part of the peer's configuration
 	CauseEndpointName = "EndpointName" // the DNS name of the peer's gateway resolves to no permitted address
 	CauseSendError    = "SendError"    // the kernel cannot send to the peer; the message has its error
-	CauseWrongKey     = "WrongKey"     // handshakes from the peer's address are for another key than ours, or from another key than the peer's
+	CauseWrongKey     = "WrongKey"     // handshakes from the peer's address are for a key that is not ours, or from a key that is not the peer's
 	CauseAnswersLost  = "AnswersLost"  // the peer's handshakes arrive here, but our answers do not reach the peer
 	CauseNoAnswer     = "NoAnswer"     // the peer never answered
 
@@ -95,13 +95,13 @@ const (
 	// for each, in order and separated by commas, at most 15. publicKey and port describe the first
 	// tunnel. Liqo has no such key and ignores it (backend_config only).
 	ConfigTunnels = "tunnels"
-	// ConfigInBand is "true" if the sender's Peering has spec.inBand: the sender's manager wants to
-	// use the tunnel, and the sender's gateway lets the receiver's manager through. Liqo has no
-	// such key (NetworkConfig only).
+	// ConfigInBand is "true" if the sender's Peering has spec.inBand: the sender's manager uses the
+	// tunnel, and the sender's gateway lets the receiver's manager through, if both sides publish
+	// "true". Liqo has no such key (NetworkConfig only).
 	ConfigInBand = "inBand"
 	// ConfigKeyProof proves to the receiver that the sender has the private keys of its tunnels. If
-	// two peers claim the same key, the proof decides which peer owns it. Liqo has no such key
-	// (NetworkConfig only).
+	// two peers publish the same public key, the receiver accepts the peer with a proof. Liqo has
+	// no such key (NetworkConfig only).
 	ConfigKeyProof = "keyProof"
 	// ConfigEndpointIP holds the address to which the endpoint was resolved (peerConfiguration
 	// only).

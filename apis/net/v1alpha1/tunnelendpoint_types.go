@@ -123,8 +123,8 @@ type Connection struct {
 
 // TunnelEndpointStatus is written by the active gateway.
 type TunnelEndpointStatus struct {
-	// GatewayIP is the IP address of the node where the active gateway runs. The route agents do
-	// nothing until it is set.
+	// GatewayIP is the IP address of the active gateway's Pod. If the Pod uses the host network,
+	// that is an address of its node, and route agents send packets for the peer to that node.
 	// +optional
 	GatewayIP IPAddress `json:"gatewayIP,omitempty"`
 	// VethIFaceIndex is the index of the interface through which the gateway's node reaches the
