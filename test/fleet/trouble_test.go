@@ -527,7 +527,7 @@ func troubleRows(t *testing.T) (rows [][]string, silent string) {
 		}
 		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, w.Metrics, w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
 	}
-	return rows, "\nThese faults break no hop. `diagnose` mentions some of them as `limited`:\n\n" + list(harmless)
+	return rows, "\nThese faults break no hop; `diagnose` mentions some of them:\n\n" + list(harmless)
 }
 
 // list returns a Markdown list.
