@@ -155,7 +155,7 @@ const (
 
 	// Ready: the reason of another condition, or one of these
 	ReasonConnected  = "Connected"  // all conditions are true
-	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message names the objects that the manager waits for
+	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message names the remaining steps
 	ReasonOverlap    = "Overlap"    // a network of the peer overlaps an address or network that this cluster got later, such as a node's
 	ReasonLocalSetup = "LocalSetup" // this cluster lacks a tenant namespace, a key, a gateway Service or a PodCIDR
 
