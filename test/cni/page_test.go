@@ -53,25 +53,29 @@ A receiver sees one of these sources:
 
 ## The networks
 
-From nodes and host-network pods, a receiver sees *network*. A Service changes no source.
+From pods, a receiver sees *pod*; from nodes and host-network pods, *network*. A Service changes no source. No settings are
+needed, except for OVN-Kubernetes ([Open vSwitch](#what-cannot-be-imitated)) and pods in two networks [2].
 
-| network | imitated parts | source of pods | a mapped server outside of the cluster sees | to be set |
-|---|---|---|---|---|
+| network | imitated parts | a mapped server outside of the cluster sees |
+|---|---|---|
 `)
 	for _, s := range shapes {
 		server := "pod, network"
 		if s.translates {
 			server = "a node of its own cluster [1]"
 		}
-		pods := asPod
+		name := s.name
 		if s == twoNetworks {
-			pods = "pod; *network* for pods of the other node, which peers reach as mapped endpoints only"
+			name += " [2]"
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", s.name, s.form, pods, server, cmp.Or(s.set, "nothing"))
+		fmt.Fprintf(&b, "| %s | %s | %s |\n", name, s.form, server)
 	}
-	b.WriteString(`
+	fmt.Fprintf(&b, `
 [1] The CNI masquerades all outbound traffic.
 
+[2] From pods of the other node, a receiver sees *network*, and peers reach these pods as mapped endpoints only. Set %s.
+`, twoNetworks.set)
+	b.WriteString(`
 **FORWARD DROP.** If the policy of FORWARD is DROP, the CNI must accept the PodCIDR, as flannel, kube-proxy and Calico do. Otherwise pods
 of one cluster cannot reach each other across nodes, and managers cannot reach the gateways (TCP 5879, for Peerings with ` + "`spec.inBand`" + `).
 Route agents add rules that accept only the packets of Isthmus' devices and of the gateways' Pods.
