@@ -25,6 +25,9 @@ func TestCNIPageMatchesTheTestedSetups(t *testing.T) {
 		if !slices.ContainsFunc(pairs, func(p [2]plan) bool { return p[0].shape == s || p[1].shape == s }) {
 			t.Errorf("%s is in no pair", s.name)
 		}
+		if s.source == "" {
+			t.Errorf("%s names no document or source that it imitates", s.name)
+		}
 	}
 }
 
@@ -37,7 +40,7 @@ For platform engineers: the pod networks beside which Isthmus works, the source 
 
 ` + "`go test ./cni -run Page -update`" + ` in test/ writes this page, and ` + "`go test ./cni -long`" + ` (make test-cni) asserts it. The clusters have the
 real manager, gateways and route agents. Unless a row names a real program, their nodes imitate the network of a CNI: its devices, routes,
-rules, masquerading, policy and underlay.
+rules, masquerading, policy and underlay. The code of each network in test/cni names the documents and sources that it imitates.
 
 Each pair of clusters below is tested both ways, by TCP (40,000 octets each way), UDP, UDP with 4,000 octets and ICMP:
 
@@ -139,14 +142,6 @@ With Weave Net and Cilium, the rows lost 0, 39, 0, 865 and 0 datagrams. The end 
 - **IPVS.** The kernels of the tests have no IPVS. Packets of pods to a Service of kube-proxy's mode ipvs keep their source. [decision
   14](decisions/0014-sources-are-settled-before-the-cni.md) has the exceptions.
 - **IPIP.** The kernels of the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.
-
-## Sources
-
-| network | documents and sources |
-|---|---|
 `)
-	for _, s := range shapes {
-		fmt.Fprintf(&b, "| %s | %s |\n", s.name, s.source)
-	}
 	return b.String()
 }

@@ -201,7 +201,7 @@ func meanwhileRows(t *testing.T) (rows [][]string, uneventful string) {
 			if len(m.Diagnose) > 0 {
 				broken = code(strings.Join(m.Diagnose, ", "))
 			}
-			cells := []string{passes, m.Status, m.Kubectl, broken, m.Metrics}
+			cells := []string{passes, m.Status, m.Kubectl, broken, otherMetrics(m.Metrics, m.Status)}
 			soon := m.After == "2 s" || m.After == "mended, 2 s"
 			if !slices.Equal(cells, last) && !(soon && slices.Equal(cells, well)) {
 				rows = append(rows, append([]string{fault, m.After}, cells...))

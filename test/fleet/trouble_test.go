@@ -525,9 +525,19 @@ func troubleRows(t *testing.T) (rows [][]string, silent string) {
 			harmless = append(harmless, tr.fault)
 			continue
 		}
-		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, w.Metrics, w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
+		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, otherMetrics(w.Metrics, w.Status), w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
 	}
 	return rows, "\nThese faults break no hop; `diagnose` mentions some of them:\n\n" + list(harmless)
+}
+
+// otherMetrics removes isthmus_manager_peering_ready from a cell if it repeats the reason of a
+// peering that is not ready.
+func otherMetrics(metrics, status string) string {
+	reason, down := strings.CutPrefix(status, "no ")
+	if !down {
+		return metrics
+	}
+	return strings.TrimPrefix(strings.TrimPrefix(metrics, "isthmus_manager_peering_ready "+reason), ", ")
 }
 
 // list returns a Markdown list.
