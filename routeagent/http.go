@@ -236,7 +236,7 @@ var (
 	familyObjects  = families.Gauge("route_agent_objects", "Desired kernel objects, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because another program had changed them.")
 	familyDropped  = families.Counter("filter_drops_total", "Packets that the packet filter of the node dropped, by reason, since its table was made.", "reason")
-	familyARP      = families.Counter("node_arp_failures_total", "Counters of the ARP table of the node's kernel, which all network namespaces share, by reason: unanswered (addresses for which nobody answered, for example because a peer sends to an address of the PodCIDR that no pod has; packets that waited were dropped), no_room (packets dropped because too many waited for the same address) or table_full (packets dropped because the table was full).", "reason")
+	familyARP      = families.Counter("node_arp_failures_total", "Counters of the ARP table of the node's kernel, which all network namespaces share, by reason: unanswered (addresses without an answer, such as an address of the PodCIDR that no pod has), no_room (packets dropped because too many waited for the same address) or table_full (packets dropped because the table was full).", "reason")
 	familyRefused  = families.Counter("route_agent_asks_refused_total", "Datagrams to the node's vote (UDP 4801) that were refused, by reason; unread means that the kernel dropped them in a flood. No series where nodes do not vote.", "reason")
 	familyErrors   = families.Counter("route_agent_apply_errors_total", "Attempts to apply the desired state that failed, in whole or in part.")
 )

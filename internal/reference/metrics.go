@@ -21,14 +21,13 @@ func metrics(string) (string, error) {
 	b.WriteString("# Metrics\n\n")
 	fmt.Fprintf(&b, generated, "the families that the components declare")
 	b.WriteString(`All components serve Prometheus metrics at ` + "`/metrics`" + `, by default at a loopback address: the manager on port 5876, the gateway on
-5872, the route agent on 5874. [security.md](security.md) describes who may read them. The chart has a PodMonitor for each
-component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
+5872, the route agent on 5874. [security.md](security.md) describes who may read them. The chart has PodMonitors
+(` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
 
-A counter of drops, events or results has no series before the first one. A timestamp has none before its event.
-A metric of a peer exists as long as the peer is configured. "Receive" and "inbound" mean from the
-tunnel, "transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name.
-There is no CPU time by peer, because all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` is the CPU time of the whole gateway.
-The dashboard divides it by packets.
+- A counter of drops, events or results has no series before the first one, and a timestamp none before its event.
+- A metric of a peer exists while the peer is configured. The label ` + "`peer`" + ` is the cluster ID; ` + "`isthmus_peer_info`" + ` has its name.
+- "Receive" and "inbound" mean from the tunnel, "transmit" and "outbound" towards it.
+- There is no CPU time by peer, because peers share goroutines. The dashboard divides the gateway's ` + "`process_cpu_seconds_total`" + ` by packets.
 
 `)
 	for _, c := range []struct {

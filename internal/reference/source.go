@@ -82,8 +82,8 @@ func conditions(root string) (string, error) {
 	var b strings.Builder
 	b.WriteString("# Conditions and their reasons\n\n")
 	fmt.Fprintf(&b, generated, "apis/*/v1alpha1/names.go")
-	b.WriteString("The reasons below are complete lists, so programs may compare them. Messages are for people and may change.\n" +
-		"[troubleshooting.md](troubleshooting.md) has the remedies.\n\n## Peering\n\nWritten by the manager.\n\n")
+	b.WriteString("Programs may compare reasons. Messages are for people and may change. [troubleshooting.md](troubleshooting.md) has the remedies.\n\n" +
+		"## Peering\n\nWritten by the manager.\n\n")
 	table := func(head string, rows []constant) {
 		fmt.Fprintf(&b, "| %s | meaning |\n| --- | --- |\n", head)
 		for _, c := range rows {

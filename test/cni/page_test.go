@@ -25,6 +25,9 @@ func TestCNIPageMatchesTheTestedSetups(t *testing.T) {
 		if !slices.ContainsFunc(pairs, func(p [2]plan) bool { return p[0].shape == s || p[1].shape == s }) {
 			t.Errorf("%s is in no pair", s.name)
 		}
+		if s.source == "" {
+			t.Errorf("%s names no document or source that it imitates", s.name)
+		}
 	}
 }
 
@@ -35,56 +38,61 @@ func thePage() string {
 For platform engineers: the pod networks beside which Isthmus works, the source that a receiver sees, and the settings you need.
 [matrix.md](matrix.md) has the bridge plugin with real kubelets and kube-proxy.
 
-` + "`go test ./cni -run Page -update`" + ` in test/ writes this page, and ` + "`go test ./cni -long`" + ` (make test-cni) asserts it. The tests run whole
-clusters with the real manager, gateways and route agents. Their nodes imitate the network of a CNI: its devices, routes, rules,
-masquerading, policy and underlay. A row says so if it runs the real program.
+` + "`go test ./cni -run Page -update`" + ` in test/ writes this page, and ` + "`go test ./cni -long`" + ` (make test-cni) asserts it. The clusters have the
+real manager, gateways and route agents. Unless a row names a real program, their nodes imitate the network of a CNI: its devices, routes,
+rules, masquerading, policy and underlay. The code of each network in test/cni names the documents and sources that it imitates.
 
 Each pair of clusters below is tested both ways, by TCP (40,000 octets each way), UDP, UDP with 4,000 octets and ICMP:
 
 - **Senders:** a pod, a host-network pod and a node, each on the gateway's node and on another node.
-- **Receivers:** pods on both nodes, a Service with a remote endpoint, and mapped endpoints (host-network servers and an outside server). The
-  receiver reports the source.
+- **Receivers:** pods on both nodes, a Service with a remote endpoint, and mapped endpoints (host-network servers and an outside server).
 - **The clusters' own traffic** must show the same sources before, during and after a run of Isthmus. After ` + "`isthmus route-agent --cleanup`" + `,
-  the devices, addresses, rules, routes, neighbours, packet filters and settings of each node must be as before, octet for octet.
+  each node's network configuration must be as before, octet for octet.
 
-The tables use two words for the source that a receiver sees:
+A receiver sees one of these sources:
 
 - *pod*: the address of the sending pod, as the receiver's cluster sees it, one to one.
-- *network*: the first address of the sender's PodCIDR, as the receiver's cluster sees it: senders that are not pods share it (NAPT).
+- *network*: the first address of the sender's PodCIDR, as the receiver's cluster sees it. Nodes and host-network pods share it (NAPT).
 
 ## The networks
 
-| network | imitated parts | source of pods | source of nodes and host-network pods | through a Service | a mapped server outside of the cluster sees | to be set |
-|---|---|---|---|---|---|---|
+From pods, a receiver sees *pod*; from nodes and host-network pods, *network*. A Service changes no source. No settings are
+needed, except for OVN-Kubernetes ([Open vSwitch](#what-cannot-be-imitated)) and pods in two networks [2].
+
+| network | imitated parts | a mapped server outside of the cluster sees |
+|---|---|---|
 `)
 	for _, s := range shapes {
 		server := "pod, network"
 		if s.translates {
-			server = "a node of its own cluster: the CNI masquerades all outbound traffic"
+			server = "a node of its own cluster [1]"
 		}
-		pods := asPod
+		name := s.name
 		if s == twoNetworks {
-			pods = "pod; *network* for pods of the other node, which peers reach as mapped endpoints only"
+			name += " [2]"
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | network | as without a Service | %s | %s |\n", s.name, s.form, pods, server, cmp.Or(s.set, "nothing"))
+		fmt.Fprintf(&b, "| %s | %s | %s |\n", name, s.form, server)
 	}
+	fmt.Fprintf(&b, `
+[1] The CNI masquerades all outbound traffic.
+
+[2] From pods of the other node, a receiver sees *network*, and peers reach these pods as mapped endpoints only. Set %s.
+`, twoNetworks.set)
 	b.WriteString(`
-**FORWARD DROP.** If the policy of FORWARD is DROP, the CNI must accept the PodCIDR, as flannel, kube-proxy and Calico do. Only the CNI
-can do that. Otherwise pods of one cluster cannot reach each other across nodes, and managers cannot reach the gateways (TCP 5879, for
-Peerings with ` + "`spec.inBand`" + `). Route agents accept the other packets of Isthmus by rules at the end of the chain: two for Isthmus' devices,
-four for each gateway's Pod on the node (UDP and ICMP), and two for each gateway's Pod on any node (TCP). These rules accept no packets
-of other pods.
+**FORWARD DROP.** If the policy of FORWARD is DROP, the CNI must accept the PodCIDR, as flannel, kube-proxy and Calico do. Otherwise pods
+of one cluster cannot reach each other across nodes, and managers cannot reach the gateways (TCP 5879, for Peerings with ` + "`spec.inBand`" + `).
+Route agents add rules that accept only the packets of Isthmus' devices and of the gateways' Pods.
 
 The rules work in chains of iptables-nft, iptables-legacy and nftables ([decision
-14](decisions/0014-sources-are-settled-before-the-cni.md)). ` + "`isthmus status`" + ` and ` + "`diagnose`" + ` name the chains to which Isthmus
-cannot add rules, with a command for each: chains in tables that belong to a process (firewalld's), chains that drop packets and are jumped
-to from other chains, and iptables-legacy without ` + "`/run/xtables.lock`" + `.
+14](decisions/0014-sources-are-settled-before-the-cni.md)). Isthmus cannot add rules to chains in tables that belong to a process
+(firewalld's), to chains that drop packets and are jumped to from other chains, and to iptables-legacy without ` + "`/run/xtables.lock`" + `.
+` + "`isthmus status`" + ` and ` + "`diagnose`" + ` name such chains, with a command for each.
 `)
 	b.WriteString(`
 ## The pairs
 
-The PodCIDRs overlap or have different lengths, so each side sees the other remapped. With FORWARD DROP, a firewall accepts the
-PodCIDR and drops everything else.
+The PodCIDRs overlap or have different lengths, so each side sees the other remapped. With FORWARD DROP, a firewall drops all but the
+PodCIDR.
 
 | one side | PodCIDR | other side | PodCIDR |
 |---|---|---|---|
@@ -101,9 +109,9 @@ PodCIDR and drops everything else.
 ## During faults
 
 In ` + "`go test ./cni -run Chaos -long`" + `, a pod of each of two clusters (three nodes each) sends the other a datagram every 10 ms, which the
-other answers. The test repeats one fault for a minute. It asserts that no packet for a peer is in the clear, that nothing foreign changes
-on any node, and that all pods reach their peers afterwards. The table counts datagrams without an answer in one run for each pair
-(2026-11-23, two cores, load 25 to 35). On this loaded machine a process may wait a second for a processor, as the first row shows.
+other answers. The test repeats one fault for a minute. No packet for a peer may be in the clear, nothing foreign may change on any node,
+and all pods must reach their peers afterwards. The table counts datagrams without an answer in one run for each pair (2026-11-23, two
+cores, load 25 to 35). A process may wait a second for a processor, as the first row shows.
 
 - *A*: flannel with VXLAN, iptables-legacy, and with host-gw, iptables-nft; FORWARD DROP and strict reverse path filter on both sides.
 - *B*: Calico with VXLAN, nftables, FORWARD DROP, and AWS VPC CNI, iptables-legacy; strict reverse path filter on both sides.
@@ -116,16 +124,15 @@ on any node, and that all pods reach their peers afterwards. The table counts da
 | the active gateway ends, in turn in each cluster, and starts again as the standby | 5 s | 841 of 11,633 | 81, 0.77 s | 860 of 11,530 | 81, 1.66 s |
 | a node without these pods is removed, comes again, gets another InternalIP and its old one | 4 s | 0 of 11,015 | 0, 1.06 s | 0 of 10,204 | 0, 1.02 s |
 
-With Weave Net and Cilium, and gateways in Pods, the same five rows lost 0 of 11,121; 39 of 11,059 (at most 9 for one event); 0 of 11,589;
-865 of 10,802 (at most 90); and 0 of 10,209. The end of a gateway costs 35 datagrams in each direction on average, a third of a second.
+With Weave Net and Cilium, the rows lost 0, 39, 0, 865 and 0 datagrams. The end of a gateway costs a third of a second on average;
 [faults.md](faults.md) has the cost on an idle machine.
 
 ## What cannot be imitated
 
 - **eBPF.** Cilium with eBPF host routing, masquerading or kube-proxy replacement, and Calico's eBPF data plane, bypass the host's
   routes, rules and packet filters. The row of Cilium is its tunnel mode with iptables masquerading.
-- **Cilium's proxy** for policies of layer 7. Its packets have a mark, and a rule of priority 10 sends them through cilium_host before our
-  rules. Nodes drop the proxy's packets for peers, and count them as ` + "`in_the_clear`" + `. So pods under such a policy cannot exchange
+- **Cilium's proxy** for policies of layer 7. A rule of Cilium sends its packets through cilium_host before our rules. Nodes drop the
+  proxy's packets for peers, and count them as ` + "`in_the_clear`" + `. So pods under such a policy cannot exchange
   packets with peers through the proxy.
 - **Open vSwitch.** OVN-Kubernetes with shared gateways, its default, never shows pods' packets to the host, so **they leave for the peer's
   network in the clear** by br-ex. Set local gateways (` + "`routingViaHost: true`" + ` on OpenShift, ` + "`--gateway-mode local`" + `), as in the row.
@@ -135,14 +142,6 @@ With Weave Net and Cilium, and gateways in Pods, the same five rows lost 0 of 11
 - **IPVS.** The kernels of the tests have no IPVS. Packets of pods to a Service of kube-proxy's mode ipvs keep their source. [decision
   14](decisions/0014-sources-are-settled-before-the-cni.md) has the exceptions.
 - **IPIP.** The kernels of the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.
-
-## Sources
-
-| network | documents and sources |
-|---|---|
 `)
-	for _, s := range shapes {
-		fmt.Fprintf(&b, "| %s | %s |\n", s.name, s.source)
-	}
 	return b.String()
 }

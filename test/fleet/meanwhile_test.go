@@ -181,10 +181,13 @@ func sawBefore(t *testing.T) map[string][]moment {
 }
 
 // meanwhileRows returns the rows of the table in docs/troubleshooting.md: for each fault, the
-// moments at which something changed.
-func meanwhileRows(t *testing.T) [][]string {
+// moments at which something changed. It leaves out a moment 2 s after the fault or the repair at
+// which all is well. Faults without a row are in the list uneventful.
+func meanwhileRows(t *testing.T) (rows [][]string, uneventful string) {
 	saw := sawBefore(t)
-	rows := [][]string{{"what is wrong", "after", "packets pass", "`isthmus status` in a", "`kubectl get peerings` in a", "`isthmus diagnose` of a and b", "metrics"}}
+	rows = [][]string{{"what is wrong", "after", "packets pass", "`isthmus status` in a", "`kubectl get peerings` in a", "`isthmus diagnose` of a and b", "metrics"}}
+	well := []string{"yes", "yes Connected", "True Connected", "works", ""}
+	var without []string
 	for _, w := range watched {
 		if len(saw[w.fault]) == 0 {
 			t.Errorf("%s: never made with -update", w.fault)
@@ -198,12 +201,17 @@ func meanwhileRows(t *testing.T) [][]string {
 			if len(m.Diagnose) > 0 {
 				broken = code(strings.Join(m.Diagnose, ", "))
 			}
-			cells := []string{passes, m.Status, m.Kubectl, broken, m.Metrics}
-			if !slices.Equal(cells, last) {
+			cells := []string{passes, m.Status, m.Kubectl, broken, otherMetrics(m.Metrics, m.Status)}
+			soon := m.After == "2 s" || m.After == "mended, 2 s"
+			if !slices.Equal(cells, last) && !(soon && slices.Equal(cells, well)) {
 				rows = append(rows, append([]string{fault, m.After}, cells...))
+				fault = ""
 			}
-			fault, last = "", cells
+			last = cells
+		}
+		if fault != "" {
+			without = append(without, fault)
 		}
 	}
-	return rows
+	return rows, "\nAll is well during these faults:\n\n" + list(without)
 }

@@ -255,14 +255,14 @@ func (h *history) page(total loss) string {
 	took := strings.TrimSuffix(h.at[len(h.at)-1].Round(time.Minute).String(), "0s")
 	return fmt.Sprintf(`# Soak test: what grows in %v of churn
 
-For operators who ask whether a component leaks. Two clusters (a and b) are peered and carry 1,000
-UDP datagrams a second and a TCP connection of 6.5 Mbit/s each way. In each of %d rounds of a
-minute, the active gateway of a is replaced, a third cluster peers with a or b and un-peers, twenty
-Pods come and go, and a node opens a hundred connections to a pod of the peer.
+For operators who ask whether a component leaks. Two peered clusters, a and b, carry 1,000 UDP
+datagrams a second and a TCP connection of 6.5 Mbit/s each way. In each of %d rounds of a minute,
+the active gateway of a is replaced, a third cluster peers with a or b and un-peers, twenty Pods
+come and go, and a node opens a hundred connections to a pod of the peer.
 
-The test fails if a TCP connection breaks, if a packet for a peer is in the clear, or if a series
-grows: its median in the last quarter exceeds the median in the second quarter by more than a tenth
-and by more than five.
+The test fails if a TCP connection breaks, a packet for a peer is in the clear, or a series grows:
+its median in the last quarter exceeds that in the second quarter by more than a tenth and by more
+than five.
 
     make soak SOAK=%v
 

@@ -429,11 +429,13 @@ func TestTroubleshootingDocumentListsTestedFaults(t *testing.T) {
 	text, err := os.ReadFile(file)
 	must(t, err)
 	want := string(text)
+	reported, silent := troubleRows(t)
+	moments, uneventful := meanwhileRows(t)
 	for _, table := range []struct {
 		name string
 		rows [][]string
 		rest string
-	}{{"causes", causeRows(), ""}, {"troubles", troubleRows(t), loads(t)}, {"meanwhile", meanwhileRows(t), ""}} {
+	}{{"causes", causeRows(), ""}, {"troubles", reported, silent + loads(t)}, {"meanwhile", moments, uneventful}} {
 		begin, end := "<!-- "+table.name+": written by go test ./fleet -run Document -update -->\n", "<!-- end -->"
 		head, rest, ok1 := strings.Cut(want, begin)
 		_, tail, ok2 := strings.Cut(rest, end)
@@ -494,12 +496,15 @@ func causeRows() [][]string {
 	return rows
 }
 
-func troubleRows(t *testing.T) [][]string {
+// troubleRows returns the rows of the table of faults, and a list of the faults that break no hop
+// and show in no other report.
+func troubleRows(t *testing.T) (rows [][]string, silent string) {
 	saw := map[string]witness{}
 	text, err := os.ReadFile(witnessed)
 	must(t, err)
 	must(t, json.Unmarshal(text, &saw))
-	rows := [][]string{{"what is wrong", "`isthmus diagnose` in a", "of a and b", "`isthmus status` in a", "`isthmus trace` of a pod's packet", "metrics", "Event", "seconds until named", "until healed"}}
+	var harmless []string
+	rows = [][]string{{"what is wrong", "`isthmus diagnose` in a", "of a and b", "`isthmus status` in a", "`isthmus trace` of a pod's packet", "metrics", "Event", "seconds until named", "until healed"}}
 	for _, tr := range troubles {
 		w, ok := saw[tr.fault]
 		if !ok {
@@ -516,7 +521,24 @@ func troubleRows(t *testing.T) [][]string {
 		case tr.alone == "":
 			alone = "works"
 		}
-		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, w.Metrics, w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
+		if alone == "works" && both == "works" && w.Status == "yes Connected" && w.Trace == "it leaves for b" && w.Metrics+w.Event == "" {
+			harmless = append(harmless, tr.fault)
+			continue
+		}
+		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, otherMetrics(w.Metrics, w.Status), w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
 	}
-	return rows
+	return rows, "\nThese faults break no hop; `diagnose` mentions some of them:\n\n" + list(harmless)
 }
+
+// otherMetrics removes isthmus_manager_peering_ready from a cell if it repeats the reason of a
+// peering that is not ready.
+func otherMetrics(metrics, status string) string {
+	reason, down := strings.CutPrefix(status, "no ")
+	if !down {
+		return metrics
+	}
+	return strings.TrimPrefix(strings.TrimPrefix(metrics, "isthmus_manager_peering_ready "+reason), ", ")
+}
+
+// list returns a Markdown list.
+func list(items []string) string { return "- " + strings.Join(items, "\n- ") + "\n" }

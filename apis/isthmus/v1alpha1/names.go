@@ -151,10 +151,13 @@ const (
 // Ready has either its own reason or the reason of the first condition that is not true. The
 // message of Ready names that condition.
 const (
-	// Ready
+	// all conditions but ServicesShared
+	ReasonConflict = "Conflict" // another Peering is for the same cluster or namespace
+	ReasonUnknown  = "Unknown"  // the manager has not checked the condition yet
+
+	// Ready: the reason of another condition, or one of these
 	ReasonConnected  = "Connected"  // all conditions are true
-	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message names what the manager waits for
-	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
+	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message names the remaining steps
 	ReasonOverlap    = "Overlap"    // a network of the peer overlaps an address or network that this cluster got later, such as a node's
 	ReasonLocalSetup = "LocalSetup" // this cluster lacks a tenant namespace, a key, a gateway Service or a PodCIDR
 
@@ -165,7 +168,7 @@ const (
 	ReasonNotRenewed       = "NotRenewed"    // the server answers, so the condition is True, but our token is not renewed and will expire; the message has the reason
 	ReasonUnauthorized     = "Unauthorized"  // the identity is revoked or expired
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has this reason, too, but is True while traffic flows
-	ReasonTunnelDown       = "TunnelDown"    // the peer's API server is reached through the tunnel (spec.inBand), which is down; the message says whether to run isthmus peer again
+	ReasonTunnelDown       = "TunnelDown"    // spec.inBand: the tunnel that leads to the peer's API server is down; the message has the remedy
 
 	// Published
 	ReasonUpToDate = "UpToDate" // the peer has our current NetworkConfig
@@ -175,7 +178,7 @@ const (
 	ReasonNamespaceGone = "NamespaceGone" // the peer has no tenant namespace for us
 	ReasonPublishing    = "Publishing"    // our NetworkConfig has not reached the peer yet
 
-	// Answered, PeerConfigAccepted
+	// Answered, PeerConfigAccepted: the reason for which a NetworkConfig is refused (see below), or one of these
 	ReasonAnswered      = "Answered"         // the NetworkConfig is answered, and the answer is in use
 	ReasonWaitingAnswer = "WaitingForAnswer" // the other side has not answered yet
 	ReasonWaitingPeer   = "WaitingForPeer"   // the peer has not published anything here yet
@@ -188,23 +191,18 @@ const (
 	ReasonWaiting = "Waiting" // one side has not answered yet
 
 	// Connected: the reasons of the condition Connected of a TunnelEndpoint, or one of these
-	ReasonConnecting = "Connecting" // configured moments ago; no answer yet
-	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
-	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has
-	// this reason, too.
-	ReasonGatewaySilent = "GatewaySilent"
+	ReasonConnecting    = "Connecting"     // configured moments ago; no answer yet
+	ReasonNoGateway     = "NoGateway"      // no gateway has written a status yet
+	ReasonGatewaySilent = "GatewaySilent"  // no gateway is active, so the state of the tunnel is unknown
 	ReasonLost          = "ConnectionLost" // the tunnel is down, and the gateway reports no reason, for example a gateway of Liqo
 	ReasonKeyMissed     = "KeyMissed"      // the peer missed a rotation of our key, because our NetworkConfig does not reach it: the tunnel is down
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
-	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these
+	// ServicesShared: LocalSetup, Forbidden, RefusedByPeer, NamespaceGone, or one of these
 	ReasonShared        = "Shared"        // each cluster has all services that the other cluster exports to it
 	ReasonPartlyRefused = "PartlyRefused" // some services are not served, or only in part; the condition is True
 	ReasonSharing       = "Sharing"       // sharing is not complete yet
 	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
-
-	// ReasonUnknown: the manager has not checked the condition yet.
-	ReasonUnknown = "Unknown"
 )
 
 // WaitReasons are the reasons of conditions that only wait for an earlier condition.

@@ -26,9 +26,9 @@ const (
 	LabelTenantNamespace = "discovery.liqo.io/tenant-namespace"
 )
 
-// ConditionAccepted is a condition of the copy of a NetworkConfig: it states whether the receiver
-// accepts the content. Its message names the field of a refused value. The status is copied back to
-// the original, so the sender sees the condition.
+// ConditionAccepted is True on the copy of a NetworkConfig if the receiver accepts its content.
+// Otherwise the message names the refused field. The sender sees the condition on the original, to
+// which the status is copied.
 const ConditionAccepted = "Accepted"
 
 // Reasons of ConditionAccepted. Only the first has the status True.
@@ -45,10 +45,9 @@ const (
 	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )
 
-// ConditionConnected is a condition of a TunnelEndpoint that the active gateway writes: it states
-// whether the peer answers, and if not, why. Liqo has no such condition, and reports the state in
-// status.connection only. If status.connection.status is Error, statusMessage is the message of the
-// condition.
+// ConditionConnected is True on a TunnelEndpoint if the peer answers; otherwise its reason states
+// why not. Liqo has the state only in status.connection: if its status is Error, statusMessage is
+// the message of the condition.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only Connected and NarrowPath have the status True.
@@ -58,7 +57,7 @@ const (
 	CauseNotApplied   = "NotApplied"   // the kernel of the gateway's node refuses a part of the peer's configuration
 	CauseEndpointName = "EndpointName" // the DNS name of the peer's gateway resolves to no permitted address
 	CauseSendError    = "SendError"    // the kernel cannot send to the peer; the message has its error
-	CauseWrongKey     = "WrongKey"     // handshakes from the peer's address are for a key that is not ours, or from a key that is not the peer's
+	CauseWrongKey     = "WrongKey"     // handshakes come from the peer's address, but one cluster has a wrong key of the other, or a clock was set back
 	CauseAnswersLost  = "AnswersLost"  // the peer's handshakes arrive here, but our answers do not reach the peer
 	CauseNoAnswer     = "NoAnswer"     // the peer never answered
 
