@@ -40,7 +40,7 @@ func (s size) String() string {
 	return fmt.Sprintf("%d nodes, %d pods, %d peers", s.nodes, s.nodes*s.pods, s.peers)
 }
 
-// rows returns the names of all rows. The first size that has a row determines its place.
+// rows returns the names of all rows. A row's place follows from the first size that has the row.
 func (f figures) rows() (all []string) {
 	for _, r := range f.all {
 		for _, row := range r.rows {

@@ -80,7 +80,7 @@ func inPod(args []string) error {
 	switch {
 	case len(args) == 1 && args[0] == "soak-server":
 		return soakServer()
-	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic whose every octet is compared
+	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic in which every octet is compared
 		seconds, err := strconv.Atoi(args[2])
 		if err != nil {
 			return err

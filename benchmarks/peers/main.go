@@ -316,8 +316,8 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 }
 
 // cost returns the CPU time of do in ms, with its standard error. It subtracts the CPU time that
-// the process would have used at rest. It measures that anew before each run, because it changes
-// with the machine's load.
+// the process would have used at rest. Before each run it measures the CPU time at rest again,
+// because that changes with the machine's load.
 func (p *process) cost(ctx context.Context, times int, do func(i int) error) (string, error) {
 	var costs []float64
 	for i := range times {

@@ -81,8 +81,8 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 	}
 }
 
-// userOf returns the user at the other end of a connection, as the kernel reports it
-// (SO_PEERCRED). A client gets the user that called listen.
+// userOf returns the user at the other end of a connection, as the kernel reports it (SO_PEERCRED).
+// For a client, this is the user that called listen(2).
 func userOf(c net.Conn) (uid uint32, err error) {
 	raw, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {
