@@ -84,7 +84,7 @@ func readFigures(name string) (f figures, err error) {
 			}
 			var s size
 			if n, err := fmt.Sscanf(cell, "%d nodes, %d pods, %d peers", &s.nodes, &s.pods, &s.peers); n != 3 || s.nodes == 0 {
-				return f, fmt.Errorf("%s: %q: want a table as this program writes it (%w)", name, cell, err)
+				return f, fmt.Errorf("%s: %q: want a table that this program has written (%w)", name, cell, err)
 			}
 			s.pods /= s.nodes
 			f.all = append(f.all, &result{size: s})

@@ -228,7 +228,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 			number := binary.LittleEndian.Uint64(buf)
 			switch {
 			case n != soakDatagram || !bytes.Equal(buf[:n], datagram(number)):
-				done <- fmt.Errorf("datagram %d came altered", number)
+				done <- fmt.Errorf("datagram %d arrived altered", number)
 				return
 			case seen[number]:
 				res.Duplicates++

@@ -33,7 +33,7 @@ func main() {
 	log.SetFlags(0)
 	text := flag.String("peers", "500,1000", "numbers of peers, separated by commas")
 	shared := flag.Bool("services", false, "measure imported services instead of numbers of peers")
-	profiles := flag.String("profiles", "", "existing directory for profiles of the manager; empty: none, since taking them costs something")
+	profiles := flag.String("profiles", "", "existing directory for profiles of the manager; empty: none, because profiling costs CPU time")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -105,7 +105,7 @@ func run(ctx context.Context, handle func(kind, text string), test string, flags
 		}
 	}
 	if err := cmd.Wait(); err != nil {
-		return fmt.Errorf("%s failed; see above, or run it by itself", test)
+		return fmt.Errorf("%s failed; its output is above", test)
 	}
 	return nil
 }

@@ -45,8 +45,8 @@ func main() {
 		return
 	}
 	text := flag.String("peers", "10,100,1000,4000", "numbers of peers, from 2 to 4095")
-	rest := flag.Duration("rest", 30*time.Second, "how long to look at rest")
-	only := flag.String("only", "", "what to measure besides the start: any of rest, scrape, change, back, with commas; empty: all")
+	rest := flag.Duration("rest", 30*time.Second, "how long to measure at rest")
+	only := flag.String("only", "", "parts to measure besides the start, separated by commas: rest, scrape, change, back; empty: all")
 	profiles := flag.String("profiles", "", "existing directory for profiles of the gateway, at rest and while peers change; empty: none")
 	flag.Parse()
 	var numbers []int

@@ -35,7 +35,7 @@ comment of a packet names its peer, the rule that rewrote it, or the reason of i
 (docs/capture.md).
 
 END is an address, an address with a port, a port such as :53, or any. A packet matches
-in either direction, before or after NAT. Without END all packets match.
+by its addresses before or after NAT, in either direction. Without END all packets match.
 
 Only headers are written. --snaplen writes more octets, including the data of pods. The
 capture ends after --duration, --packets or --bytes, or when it is interrupted. It never

@@ -32,9 +32,9 @@ func newInstallCommand() *cobra.Command {
 		Use:   "install --cluster-name NAME",
 		Short: "Install Isthmus in a cluster, or upgrade it",
 		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
-ServiceAccount with the least rights for each component, the ID and name by which
-peers know the cluster, and the components. The command detects the pods' network,
-prints the source of this value, and waits until the components run.
+ServiceAccount with the least rights for each component, the ID and name of the cluster
+at its peers, and the components. The command detects the pods' network, prints the
+source of this value, and waits until the components run.
 
 The command applies the Helm chart of Isthmus. --values and --set take values of the
 chart, and the other flags are shorthands for some of these values. The cluster stores the
@@ -199,12 +199,12 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 // flags for the other cluster have the prefix "remote-".
 func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, whose string) {
 	flags := cmd.Flags()
-	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+whose+" (default $KUBECONFIG or ~/.kube/config)")
-	flags.StringVar(&a.Context, prefix+"context", "", "context"+whose+" in the kubeconfig (default the current one)")
-	short := ""
+	file, current, short := "that of --kubeconfig", "the current one of --"+prefix+"kubeconfig", ""
 	if prefix == "" {
-		short = "n"
+		file, current, short = "$KUBECONFIG or ~/.kube/config", "the current one", "n"
 	}
+	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+whose+" (default "+file+")")
+	flags.StringVar(&a.Context, prefix+"context", "", "context"+whose+" in the kubeconfig (default "+current+")")
 	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+whose)
 	flags.StringVar(&a.As, prefix+"as", "", "user to impersonate"+strings.Replace(whose, " of ", " in ", 1)+", such as system:serviceaccount:NAMESPACE:NAME")
 	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to impersonate"+strings.Replace(whose, " of ", " in ", 1)+"; may be repeated")

@@ -55,7 +55,7 @@ contains the first key. The field tunnels contains the other keys with their por
 			}
 			key, err := fabric.ParseKey(strings.TrimSpace(string(text)))
 			if err != nil {
-				return cli.Usage("the key read %w", err)
+				return cli.Usage("standard input: the key %w", err)
 			}
 			for _, public := range fabric.PublicKeys(key, tunnels) {
 				if _, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(public[:])); err != nil {

@@ -28,7 +28,7 @@ func (s *Servers) ListenOwner(label, name string, handler http.Handler) error {
 }
 
 // errStranger is the error of DialOwner when another user, who is not root, owns the listener.
-var errStranger = errors.New("the listener is neither root nor this user")
+var errStranger = errors.New("the listening process belongs neither to root nor to this user")
 
 // DialOwner connects to the socket of ListenOwner in this network namespace. Any process in the
 // namespace could listen on that name first. If the process of another user, except root, listens,

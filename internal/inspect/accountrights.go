@@ -152,7 +152,7 @@ func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lackin
 	if len(missing) > 0 {
 		release, _ := install.HelmRelease(ctx, c) // ignore the error: `isthmus install` reports it
 		hop.State, hop.Reason = health.Broken, "RightsMissing"
-		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), repairCommand(c, release))
+		hop.Text = fmt.Sprintf("%s; to grant these rights, run %s", safetext.FirstFew(missing, "; "), repairCommand(c, release))
 	}
 	return hop, lacking, nil
 }

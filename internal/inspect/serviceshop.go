@@ -101,7 +101,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 		hop.Text = fmt.Sprintf("CoreDNS answers queries for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.Deployment))
 		if code == dnsmessage.RCodeServerFailure {
-			hop.Text += fmt.Sprintf(", or is not allowed to watch ServiceImports and then fails for all Services (`isthmus install --context %s`); its log shows which", c.Context)
+			hop.Text += fmt.Sprintf("; or it is not allowed to watch ServiceImports, and then fails for all Services (`isthmus install --context %s`); the log of CoreDNS shows the reason", c.Context)
 		}
 	}
 	return hop, "", nil

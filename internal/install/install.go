@@ -338,7 +338,7 @@ func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 	if err != nil || release == "" {
 		return err
 	}
-	return fmt.Errorf("%s: namespace %s has the Helm release %s, and Helm would not notice what this command changes; run `helm %s %s` instead",
+	return fmt.Errorf("%s: namespace %s has the Helm release %s, and Helm would not record the changes of this command; run `helm %s %s` instead",
 		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
@@ -388,12 +388,12 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
 		if want != *have {
-			return want, fmt.Errorf("peers already know this cluster as %s (%s), not %s (%s); to rename it, un-peer all peers and delete its ConfigMap first",
+			return want, fmt.Errorf("peers already use the name and ID %s (%s) for this cluster, not %s (%s); to change them, un-peer all peers and delete the ConfigMap with the identity first",
 				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(want.ClusterName), safetext.Of(want.ClusterID))
 		}
 	}
 	if want.ClusterName == "" {
-		return want, errors.New("want --cluster-name, the name by which peers know this cluster")
+		return want, errors.New("want --cluster-name, the name of this cluster at its peers")
 	}
 	want.ClusterID = cmp.Or(want.ClusterID, uid)
 	return want, cluster.CheckIdentity(want)

@@ -360,7 +360,7 @@ func (s *Sniffer) read(t *tap) {
 		if err != nil {
 			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: number of missed packets: %w", t.port, err))
 		} else if st.Drops > 0 {
-			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %d packets that may have been in the clear came too fast to be looked at", t.port, st.Drops))
+			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %d packets were lost before they could be checked, and may have been in the clear", t.port, st.Drops))
 		}
 	})
 }

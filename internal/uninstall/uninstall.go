@@ -404,7 +404,7 @@ func repeatUntilDone(ctx context.Context, c *cluster.Cluster, o Options, step fu
 		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
 			return errors.New("interrupted; run the same command again to continue")
 		case ctx.Err() != nil:
-			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, reported)
+			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are unreachable\n%s: %s", cluster.ErrNotReady, o.Timeout, c, reported)
 		case errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 			wait = safetext.Of(err.Error())
 		case err != nil:
