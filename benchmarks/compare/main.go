@@ -177,8 +177,8 @@ func main() {
 	}
 }
 
-// run measures the peers of the selection, round by round. It stops when enough returns true, or
-// after maxRounds.
+// run measures the peers of the selection, round by round. It stops when the function enough
+// returns true, or after maxRounds.
 func run(ctx context.Context, maxRounds int, d time.Duration, mtu int, binary, fork, selection string, enough func([]sample) bool) (all []sample, err error) {
 	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {

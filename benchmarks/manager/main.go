@@ -79,8 +79,8 @@ func main() {
 	}
 }
 
-// run runs one test. It calls handle for each output line that begins with one of three words, and
-// logs all other lines.
+// run runs one test. It calls handle for each log line of the test that begins with figure, column
+// or remark, and prints the other log lines.
 func run(ctx context.Context, handle func(kind, text string), test string, flags ...string) error {
 	args := []string{"test", "./control", "-run", "^" + test + "$", "-count=1", "-v", "-timeout=60m", "-long"}
 	cmd := exec.CommandContext(ctx, "go", append(args, flags...)...)
@@ -105,7 +105,7 @@ func run(ctx context.Context, handle func(kind, text string), test string, flags
 		}
 	}
 	if err := cmd.Wait(); err != nil {
-		return fmt.Errorf("%s failed; its output is above", test)
+		return fmt.Errorf("%s failed; run it by itself to see its whole output", test)
 	}
 	return nil
 }

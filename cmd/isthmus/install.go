@@ -268,7 +268,6 @@ func clusterError(err error) error {
 	return err
 }
 
-// reporter returns a function that prints a line.
 func reporter(cmd *cobra.Command) func(string) {
 	return func(line string) { fmt.Fprintln(cmd.OutOrStdout(), line) }
 }

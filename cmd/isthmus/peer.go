@@ -158,7 +158,6 @@ func (f *claimFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly these networks of the other cluster (spec.claims.consent)")
 }
 
-// claims parses the flags.
 func (f *claimFlags) claims(cmd *cobra.Command) (c peering.Claims, err error) {
 	for _, text := range f.allowed {
 		p, err := peering.ParseNetwork(text)

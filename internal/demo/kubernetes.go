@@ -81,7 +81,6 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 	return nil
 }
 
-// kubernetes is one run of RunKubernetes.
 type kubernetes struct {
 	Options
 	ctx     context.Context
