@@ -388,7 +388,7 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
 		if want != *have {
-			return want, fmt.Errorf("peers already use the name and ID %s (%s) for this cluster, not %s (%s); to change them, un-peer all peers and delete the ConfigMap with the identity first",
+			return want, fmt.Errorf("this cluster is already installed as %s (%s), not %s (%s); to change its name or ID, un-peer all peers and delete the ConfigMap with its identity first",
 				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(want.ClusterName), safetext.Of(want.ClusterID))
 		}
 	}
