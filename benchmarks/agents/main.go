@@ -49,7 +49,7 @@ func main() {
 	flag.IntVar(&o.repeats, "repeats", 0, "how often each change is made (default: 2 to 10 times)")
 	changes := flag.String("changes", "", "only changes whose name matches this regular expression")
 	flag.StringVar(&o.profiles, "profile", "", "directory for a profile by perf(1) of each change, the kernel's part and all, which makes the figures higher")
-	out := flag.String("out", "", "file for the figures, which is written after each size; sizes that are in it are not measured again")
+	out := flag.String("out", "", "file for the figures, written after each size; sizes that are already in the file are not measured again")
 	flag.Parse()
 	var err error
 	if o.changes, err = regexp.Compile(*changes); err != nil {

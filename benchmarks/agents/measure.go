@@ -193,7 +193,7 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		}
 		if err := p.cmd.Process.Signal(syscall.Signal(0)); time.Now().After(deadline) || ctx.Err() != nil {
 			f, _ := os.ReadFile(filepath.Join(p.dir, "log"))
-			return fmt.Errorf("the routes are not there (%w); it said\n%s", err, f[max(0, len(f)-2000):])
+			return fmt.Errorf("the routes do not exist (%w); the process logged\n%s", err, f[max(0, len(f)-2000):])
 		}
 	}
 	p.idle = 0.02

@@ -40,7 +40,7 @@ func (s size) String() string {
 	return fmt.Sprintf("%d nodes, %d pods, %d peers", s.nodes, s.nodes*s.pods, s.peers)
 }
 
-// rows returns the names of all rows. The first size that has a row determines its place.
+// rows returns the names of all rows. A row's place follows from the first size that has the row.
 func (f figures) rows() (all []string) {
 	for _, r := range f.all {
 		for _, row := range r.rows {
@@ -84,7 +84,7 @@ func readFigures(name string) (f figures, err error) {
 			}
 			var s size
 			if n, err := fmt.Sscanf(cell, "%d nodes, %d pods, %d peers", &s.nodes, &s.pods, &s.peers); n != 3 || s.nodes == 0 {
-				return f, fmt.Errorf("%s: %q: want a table as this program writes it (%w)", name, cell, err)
+				return f, fmt.Errorf("%s: %q: want a table that this program has written (%w)", name, cell, err)
 			}
 			s.pods /= s.nodes
 			f.all = append(f.all, &result{size: s})

@@ -134,7 +134,6 @@ func (w *world) install(ctx context.Context, pattern string) error {
 	return nil
 }
 
-// fill creates the objects of the cluster.
 func (w *world) fill(ctx context.Context) error {
 	if err := w.install(ctx, "crds/*.yaml"); err != nil {
 		return err

@@ -58,8 +58,8 @@ func main() {
 		}
 		return
 	}
-	binary := flag.String("isthmus", "bin/isthmus", "the program")
-	rounds := flag.Int("rounds", 3, "how often each is measured")
+	binary := flag.String("isthmus", "bin/isthmus", "path of isthmus")
+	rounds := flag.Int("rounds", 3, "rounds; each measures Isthmus and wireguard-go once")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

@@ -60,7 +60,7 @@ func main() {
 		}
 		return
 	}
-	binary := flag.String("isthmus", "bin/isthmus", "the program")
+	binary := flag.String("isthmus", "bin/isthmus", "path of isthmus")
 	rounds := flag.Int("rounds", 7, "rounds; each measures every variant once")
 	d := flag.Duration("duration", 1500*time.Millisecond, "duration of one load")
 	page := flag.String("write", "", "page to write the table to; empty: print it")

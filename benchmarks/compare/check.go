@@ -152,7 +152,7 @@ func inLimits(findings []finding) bool {
 // findings to w.
 func checkFindings(w io.Writer, findings []finding) error {
 	if len(findings) == 0 {
-		return errors.New("the recorded runs have nothing to compare with")
+		return errors.New("the recorded runs contain none of the measured figures")
 	}
 	var errs []error
 	for _, f := range findings {

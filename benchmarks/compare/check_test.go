@@ -34,7 +34,7 @@ func TestCheckNamesRegressions(t *testing.T) {
 		"more memory":            {samples(5, 3, 120), []string{"isthmus without USO, peak memory, MiB: 0.42x", "recorded were 0.21x to 0.22x"}},
 		"both":                   {samples(5, 1.3, 120), []string{"isthmus without USO, TCP 1 stream", "isthmus without USO, peak memory"}},
 		"too few to be clear":    {samples(1, 1.3, 120), nil},
-		"nothing to compare for": {samples(5, 3, 60)[:1], []string{"nothing to compare with"}},
+		"nothing to compare for": {samples(5, 3, 60)[:1], []string{"contain none of the measured figures"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			err := checkFindings(io.Discard, compare(c.current, was))

@@ -93,7 +93,7 @@ func (c crowd) open(ctx context.Context, b *bench, from *node, to netip.Prefix) 
 			return nil
 		}
 	}
-	return fmt.Errorf("the gateway does not come to %d flows", c.flows)
+	return fmt.Errorf("the gateway does not reach %d flows", c.flows)
 }
 
 // openFlows opens n flows with one datagram each, to addresses of a network, at about 100,000 per

@@ -80,7 +80,7 @@ func inPod(args []string) error {
 	switch {
 	case len(args) == 1 && args[0] == "soak-server":
 		return soakServer()
-	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic whose every octet is compared
+	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic in which every octet is compared
 		seconds, err := strconv.Atoi(args[2])
 		if err != nil {
 			return err
@@ -122,18 +122,18 @@ func main() {
 	maxRounds := flag.Int("rounds", 5, "rounds; each measures every peer once")
 	d := flag.Duration("duration", 2*time.Second, "duration of one load")
 	mtu := flag.Int("mtu", 1500, "MTU of the underlay")
-	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
-	fork := flag.String("tailscale", "", "the program of benchmarks/tailscale; without it its peers are left out")
-	selection := flag.String("peers", "", "only these peers, comma separated; a word that is no name means all whose names contain it")
+	binary := flag.String("isthmus", "bin/isthmus", "path of isthmus")
+	fork := flag.String("tailscale", "", "path of the program of benchmarks/tailscale; empty: leave out the peers that need it")
+	selection := flag.String("peers", "", "only these peers, separated by commas; a word that is not the name of a peer selects all peers whose names contain the word")
 	flag.Func("also", "another build of isthmus to measure in the same rounds: NAME=PATH[,ARGUMENT...]; may be repeated", func(text string) error {
 		p, err := otherBuild(text)
 		peers = append(peers, p)
 		return err
 	})
 	out := flag.String("out", "", "write compare.md, compare.svg and compare.json into this folder")
-	recordIn := flag.String("record", "", "add the samples to this file, for -check: ratios of several hours say more than of one")
-	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse; -rounds is how many at most")
-	soak := flag.Duration("soak", 0, "instead: compare every octet of traffic through the peers, for so long each")
+	recordIn := flag.String("record", "", "add the samples to this file, for -check; record runs at different hours")
+	recorded := flag.String("check", "", "compare the ratios of Isthmus with those in this file, and fail if one is worse; -rounds is the maximum number of rounds")
+	soak := flag.Duration("soak", 0, "do not measure, but send traffic through each peer for this time and compare every octet")
 	flag.Parse()
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -177,8 +177,8 @@ func main() {
 	}
 }
 
-// run measures the peers of the selection, round by round. It stops when enough returns true, or
-// after maxRounds.
+// run measures the peers of the selection, round by round. It stops when the function enough
+// returns true, or after maxRounds.
 func run(ctx context.Context, maxRounds int, d time.Duration, mtu int, binary, fork, selection string, enough func([]sample) bool) (all []sample, err error) {
 	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {

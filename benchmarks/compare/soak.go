@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 )
 
-// A soak sends traffic that can be verified through one peer for a long time, in both directions.
-// It consists of TCP streams from a seeded generator, each soakStream long, and of soakPace
+// A soak sends traffic through one peer for a long time, in both directions, and verifies it. The
+// traffic consists of TCP streams from a seeded generator, each soakStream long, and of soakPace
 // numbered UDP datagrams per second. The receiver compares every octet with the expected one.
 
 const (
@@ -228,7 +228,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 			number := binary.LittleEndian.Uint64(buf)
 			switch {
 			case n != soakDatagram || !bytes.Equal(buf[:n], datagram(number)):
-				done <- fmt.Errorf("datagram %d came altered", number)
+				done <- fmt.Errorf("datagram %d arrived altered", number)
 				return
 			case seen[number]:
 				res.Duplicates++

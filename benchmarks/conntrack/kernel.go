@@ -40,7 +40,7 @@ func kernel(rules string) func(flows int) (figures, error) {
 		if err != nil {
 			return f, err
 		}
-		// A slab cache that has grown by one object per flow has conntrack's entries or their
+		// A slab cache that has grown by one object per flow contains conntrack's entries or their
 		// extensions.
 		for name, now := range after {
 			if was := before[name]; now.objects-was.objects > flows*9/10 {

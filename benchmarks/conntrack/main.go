@@ -95,8 +95,8 @@ func table(runs map[string][]figures, flows int) string {
 	return b.String()
 }
 
-// perPacket returns the CPU time of handle per packet, in ns. It sends n packets, one per flow, in
-// an order that is not that of their ports.
+// perPacket returns the CPU time of handle per packet, in ns. It sends n packets, one per flow, but
+// not in the order of their ports.
 func perPacket(n int, handle func(b []byte)) float64 {
 	stride := n*5/8 | 1 // coprime with n, so that every packet occurs once
 	for gcd(stride, n) != 1 {

@@ -33,7 +33,7 @@ func main() {
 	log.SetFlags(0)
 	text := flag.String("peers", "500,1000", "numbers of peers, separated by commas")
 	shared := flag.Bool("services", false, "measure imported services instead of numbers of peers")
-	profiles := flag.String("profiles", "", "existing directory for profiles of the manager; empty: none, since taking them costs something")
+	profiles := flag.String("profiles", "", "existing directory for profiles of the manager; empty: none, because profiling costs CPU time")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -79,8 +79,8 @@ func main() {
 	}
 }
 
-// run runs one test. It calls handle for each output line that begins with one of three words, and
-// logs all other lines.
+// run runs one test. It calls handle for each log line of the test that begins with figure, column
+// or remark, and prints the other log lines.
 func run(ctx context.Context, handle func(kind, text string), test string, flags ...string) error {
 	args := []string{"test", "./control", "-run", "^" + test + "$", "-count=1", "-v", "-timeout=60m", "-long"}
 	cmd := exec.CommandContext(ctx, "go", append(args, flags...)...)
@@ -105,7 +105,7 @@ func run(ctx context.Context, handle func(kind, text string), test string, flags
 		}
 	}
 	if err := cmd.Wait(); err != nil {
-		return fmt.Errorf("%s failed; see above, or run it by itself", test)
+		return fmt.Errorf("%s failed; run it by itself to see its whole output", test)
 	}
 	return nil
 }

@@ -34,9 +34,9 @@ var sizes = []int{10, 200}
 
 // The measured changes.
 const (
-	moves     = "the gateway moves to another node"           // the agents compare the filter and find it unchanged
-	joins     = "a peer is added whose networks were granted" // the filter is unchanged too, because it already contains the allocated networks
-	allocates = "a peer is added and granted at once"         // the filter changes
+	moves     = "the gateway moves to another node"                      // the agents compare the filter and find it unchanged
+	joins     = "a peer is added whose networks are already allocated"   // the filter is unchanged too, because it already contains the allocated networks
+	allocates = "a peer is added and its networks are allocated at once" // the filter changes
 )
 
 // measureConvergence measures the time from the moment when all agents get a change until the first

@@ -220,7 +220,6 @@ func (r *row) configure(peers int) (k *rtnl.Kernel, err error) {
 	return k, err
 }
 
-// open opens a flow of one kind.
 func (r *row) open(kind int) (*load.Flow, error) {
 	pod := r.Pods[0]
 	if kind == 0 {

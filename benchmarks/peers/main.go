@@ -45,8 +45,8 @@ func main() {
 		return
 	}
 	text := flag.String("peers", "10,100,1000,4000", "numbers of peers, from 2 to 4095")
-	rest := flag.Duration("rest", 30*time.Second, "how long to look at rest")
-	only := flag.String("only", "", "what to measure besides the start: any of rest, scrape, change, back, with commas; empty: all")
+	rest := flag.Duration("rest", 30*time.Second, "how long to measure at rest")
+	only := flag.String("only", "", "parts to measure besides the start, separated by commas: rest, scrape, change, back; empty: all")
 	profiles := flag.String("profiles", "", "existing directory for profiles of the gateway, at rest and while peers change; empty: none")
 	flag.Parse()
 	var numbers []int
@@ -316,8 +316,8 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 }
 
 // cost returns the CPU time of do in ms, with its standard error. It subtracts the CPU time that
-// the process would have used at rest. It measures that anew before each run, because it changes
-// with the machine's load.
+// the process would have used at rest. Before each run it measures the CPU time at rest again,
+// because that changes with the machine's load.
 func (p *process) cost(ctx context.Context, times int, do func(i int) error) (string, error) {
 	var costs []float64
 	for i := range times {

@@ -109,8 +109,8 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 }
 
 // growthCases lists the measured numbers of peers. Each has the PodCIDR of all clusters, and pools
-// with room for that many peers. The PodCIDR is a /16 if the IPv4 address space has room for so
-// many of them.
+// with room for that many peers. The PodCIDR is a /16 if the IPv4 address space has room for a /16
+// for each peer.
 var growthCases = []struct {
 	peers int
 	pod   string

@@ -25,11 +25,12 @@ func newDemoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Join clusters with the same PodCIDR on this machine and show what works (root)",
-		Long: `First make two clusters of network namespaces on this machine, join them by configuration
-files, and break one of the files on purpose. Then create three clusters of three nodes,
-each with its own API server and all with the same PodCIDR. Peer each pair by the command
-line, and show with real traffic what works and what is refused. Each step is checked; the
-exit code is 0 if all succeed. Nothing remains at the end, or after Ctrl-C.
+		Long: `Show Isthmus at work in network namespaces on this machine. The first part joins two
+clusters by configuration files, and breaks one of the files on purpose. The second part
+creates three clusters of three nodes, each with its own API server and all with the same
+PodCIDR. It peers each pair by the command line, and sends real traffic, permitted and
+refused. Each step is checked; the exit code is 0 if all succeed. Nothing remains at the
+end, or after Ctrl-C.
 
 The second part needs etcd and kube-apiserver. If they are missing, they are built from
 source while the first part runs. This takes some minutes, once, and needs a checkout of
@@ -38,8 +39,8 @@ the source.
 With --kubernetes there are two clusters with real nodes instead: kubelet, containerd,
 the bridge CNI plugin and kube-proxy. The demo installs Isthmus as usual and shows the time
 of each step. At the end a pod of one cluster gets an HTTP answer from the other by the
-name of a Service. It still gets answers when both clusters export the Service and one
-of them fails.`,
+name of a Service. Then both clusters export the Service, one of them fails, and the pod
+still gets answers.`,
 		Args: cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) (err error) {
 			if err := lab.Available(); err != nil {
@@ -72,8 +73,8 @@ of them fails.`,
 	return cmd
 }
 
-// A kubeBuild compiles the API servers' programs in the background while the demo shows other
-// steps.
+// A kubeBuild compiles etcd and the programs of Kubernetes in the background, during the first part
+// of the demo.
 type kubeBuild struct {
 	cancel context.CancelFunc
 	done   chan struct{}
@@ -109,8 +110,8 @@ func (b *kubeBuild) end() {
 	<-b.done
 }
 
-// A gate holds back output. While it is closed it keeps only the last write. When it opens, it
-// passes on that write and everything that follows.
+// A gate is a writer that can be closed. A closed gate stores only the last write. When the gate
+// opens, it forwards that write and all later ones.
 type gate struct {
 	w io.Writer
 

@@ -113,8 +113,8 @@ func completeHosts(name *string, limit int) cobra.CompletionFunc {
 	}
 }
 
-// hint returns the flag that selects the lab, for commands shown to people. It is empty for the
-// default lab.
+// hint returns the flag that selects the lab, for commands shown to people. The result is empty for
+// the default lab.
 func hint(name string) string {
 	if name == defaultName {
 		return ""

@@ -35,12 +35,12 @@ comment of a packet names its peer, the rule that rewrote it, or the reason of i
 (docs/capture.md).
 
 END is an address, an address with a port, a port such as :53, or any. A packet matches
-in either direction, before or after NAT. Without END all packets match.
+by its addresses before or after NAT, in either direction. Without END all packets match.
 
 Only headers are written. --snaplen writes more octets, including the data of pods. The
 capture ends after --duration, --packets or --bytes, or when it is interrupted. It never
-delays packets: if the reader is too slow, packets are left out, and counted in the file
-and the summary. Only one capture can run at a time.
+delays traffic: if the reader is too slow, the file lacks packets. Their number is in the
+file and the summary. Only one capture can run at a time.
 
 You need root or the gateway's own user; in a cluster, the right to exec into the Pod
 of the active gateway. The gateway logs the user and the filter of each capture.`,
@@ -50,7 +50,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
   kubectl exec -n isthmus-system POD -- isthmus capture > gateway.pcapng`,
 		Args: cobra.MaximumNArgs(3),
 		ValidArgsFunction: func(_ *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
-			if len(args) != 2 { // the arguments are addresses
+			if len(args) != 2 { // only the third argument, the protocol, can be completed
 				return nil, cobra.ShellCompDirectiveNoFileComp
 			}
 			return withPrefix(capture.Protocols, begin)
@@ -111,8 +111,8 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 	return cmd
 }
 
-// captureTo writes a capture to out until the capture or ctx ends. When ctx ends, it asks the
-// gateway to complete the file.
+// captureTo writes a capture to out until the capture or ctx ends. When ctx ends, the gateway still
+// completes the file.
 func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summary, err error) {
 	var conn net.Conn
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (c net.Conn, err error) {
@@ -136,7 +136,7 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if c, ok := conn.(*net.UnixConn); ok {
-			_ = c.CloseWrite() // asks the gateway to stop; the rest of the file can still be read
+			_ = c.CloseWrite() // makes the gateway stop; the rest of the file can still be read
 		}
 	})
 	defer stop()

@@ -9,8 +9,8 @@ import (
 )
 
 // aboutCluster reports whether `isthmus status` or `isthmus trace` shows a cluster rather than the
-// gateway on this machine. A flag that belongs to one of them decides. Without such a flag, the
-// command shows a cluster if there is a kubeconfig or the program runs in a Pod.
+// gateway on this machine. A flag that applies to only one of the two decides. Without such a flag,
+// the command shows a cluster if there is a kubeconfig or the program runs in a Pod.
 func aboutCluster(cmd *cobra.Command) bool {
 	for _, flag := range []string{"gateway", "address", "flows"} { // not every command has all of these flags
 		if cmd.Flags().Changed(flag) {

@@ -27,8 +27,8 @@ type tracePath struct {
 	To        string    `json:"to"`
 	Hops      []pathHop `json:"hops"`
 	Arrives   bool      `json:"arrives"`
-	// Leaves is true if the packet leaves for a peer that was not queried, so that it is
-	// unknown whether the packet arrives.
+	// Leaves is true if the packet leaves for a peer whose cluster was not queried. Whether the
+	// packet arrives is then unknown.
 	Leaves bool `json:"leaves,omitempty"`
 	// Verdict is a sentence that states whether the packet arrives, or where and why it ends.
 	Verdict string `json:"verdict"`
@@ -47,7 +47,7 @@ type pathHop struct {
 // clusterTrace is one run of `isthmus trace` on clusters.
 type clusterTrace struct {
 	ctx           context.Context
-	query         gateway.TraceQuery // without addresses: SRC and DST may be names
+	query         gateway.TraceQuery // the addresses are not set, because SRC and DST may be names
 	local, remote *cluster.Cluster   // remote is nil if the other cluster is not queried
 }
 
@@ -112,7 +112,7 @@ func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	return []tracePath{out, in}, nil
 }
 
-// findPlace finds SRC or DST in the cluster to which it belongs. name is an address or a name.
+// findPlace finds SRC or DST, given as an address or a name, in cluster c.
 func (t *clusterTrace) findPlace(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		addr, err := gateway.ParseTraceAddr(name)
@@ -175,8 +175,8 @@ func (t *clusterTrace) followPacket(from, to place.Place) (w tracePath, sent *ga
 }
 
 // followArrival follows a packet in cluster c, from the tunnel to the destination's node. sent is
-// the step of the other cluster's gateway. The result is the step of c's gateway, or nil if that
-// gateway drops the packet.
+// the step of the gateway that sent the packet. The result is the step of c's gateway, or nil if
+// c's gateway drops the packet.
 func (t *clusterTrace) followArrival(w *tracePath, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
 	src, dst, err := addrsAfter(sent)
 	if err != nil {
@@ -274,8 +274,7 @@ func addrsAfter(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 	return src, dst, err
 }
 
-// engineStep runs a packet through an engine with the rules that follow from a cluster's
-// objects.
+// engineStep runs a packet through a NAT engine that has the rules of cluster c's objects.
 func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	gw, _, err := kube.GatewayOf(t.ctx, c.Client, c.Config.Host, c.Identity)
 	if err != nil {
@@ -336,8 +335,8 @@ func (w *tracePath) add(h health.Hop, err error) error {
 	return nil
 }
 
-// finish sets the verdict by the first hop that is broken or unknown. A node whose state is unknown
-// does not count, because the address may belong to a machine without a Pod.
+// finish sets the verdict by the first hop that is broken or unknown. It ignores a node whose state
+// is unknown, because the address may belong to a machine without a Pod.
 func (w *tracePath) finish() tracePath {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {

@@ -29,12 +29,11 @@ NatMappings, creates or reads the key Secret wireguard-pubkey, and takes part in
 election by the Lease isthmus-gateway. The active gateway connects to the peers, marks
 itself (Pod label, annotation of the Service) and writes the status of each
 TunnelEndpoint; the standbys are prepared to take over. An active gateway continues
-while the API server is away. A gateway that starts meanwhile waits for the API server.
-One exception: with --state-directory, a gateway stores its configuration and private
-key. If it was active in the last ten minutes, it uses them until the API server
-answers.
+while the API server is unreachable. A gateway that starts during this time waits for the
+API server. With --state-directory, a gateway stores its configuration and private key. If
+it was active in the last ten minutes, it starts with these and does not wait.
 
-With --config it needs no cluster: it reads a directory with gateway.yaml and with
+With --config the gateway needs no cluster: it reads a directory with gateway.yaml and with
 TunnelEndpoint and NatMapping objects as "kubectl get -o yaml" prints them. A change
 to one peer does not disturb the others. A broken file is reported, and the last good
 configuration stays in force.
@@ -43,9 +42,9 @@ SIGTERM removes the gateway's objects from the kernel, except the routes that re
 packets for its peers. Without these routes, such packets would leave in the clear.
 --cleanup also removes these routes and the content of --state-directory.
 
-In a cluster it is an ordinary Pod. It needs CAP_NET_ADMIN and /dev/net/tun, UDP port
-4800 from all nodes, UDP and TCP 5870 from the other gateways, and POD_NAME, POD_IP,
-NODE_NAME and POD_NAMESPACE from the downward API. Probes of the Pod need the flag
+In a cluster the gateway is an ordinary Pod. The Pod needs CAP_NET_ADMIN and /dev/net/tun,
+UDP port 4800 from all nodes, UDP and TCP 5870 from the other gateways, and POD_NAME,
+POD_IP, NODE_NAME and POD_NAMESPACE from the downward API. Probes of the Pod need the flag
 --metrics-address :5872. With --host-network or --config it also needs CAP_SYS_ADMIN and
 its node's network; its probes then need "host: 127.0.0.1" instead.`,
 		Args: cobra.NoArgs,

@@ -22,7 +22,7 @@ type front struct {
 	replica *kube.Gateway
 	flows   *flowsync.Keeper
 	own     *prometheus.Registry // metrics of the replica
-	idle    *prometheus.Registry // metrics of the process; a running gateway registers the same metrics itself
+	idle    *prometheus.Registry // metrics of the process while no gateway runs; a running gateway registers its own
 
 	mu      sync.RWMutex // held for reading while a request uses the running gateway
 	running *gateway.Running
@@ -84,8 +84,8 @@ func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
 	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
 }
 
-// capture serves a capture. It does not hold the lock meanwhile: a capture may take long, and set
-// waits for the lock.
+// capture serves a capture without holding the lock, because a capture may take long and set waits
+// for the lock.
 func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	f.mu.RLock()
 	running := f.running

@@ -80,8 +80,8 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	k.secure.add(f)
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty disables it")
 	f.StringVar(&k.flowLog.File, "flow-log", "", "file for a line of JSON for each flow that opens, closes or is refused; - means standard output")
-	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in this many")
-	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "maximum lines a second")
+	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log only one of this many flows")
+	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "maximum number of lines in the flow log per second")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "the Pod has hostNetwork: true; the gateway creates its own network namespace on the node")
 	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")
 	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long a rotation waits for peers that do not use the published new key yet, at least 1h; 0: without limit")
@@ -154,22 +154,22 @@ func (k *kubeGateway) complete() error {
 	}
 	pod := os.Getenv("POD_NAME")
 	if pod == "" {
-		return cli.Usage("POD_NAME is not set; want the name of this Pod, which is its name in the election (downward API, metadata.name)")
+		return cli.Usage("POD_NAME is not set; want the name of this Pod (downward API, metadata.name)")
 	}
 	ip, err := netip.ParseAddr(os.Getenv("POD_IP"))
 	if err != nil {
-		return cli.Usage("POD_IP is %q; want the address of this Pod, at which nodes reach it (downward API, status.podIP)", os.Getenv("POD_IP"))
+		return cli.Usage("POD_IP is %q; want the address of this Pod (downward API, status.podIP)", os.Getenv("POD_IP"))
 	}
 	node := os.Getenv("NODE_NAME")
 	switch {
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes cannot be combined with --host-network: nodes vote only for gateways with their own network")
 	case k.hostNetwork:
-		node = "" // the overlay does not end in this Pod
+		node = "" // the VXLAN tunnels of the nodes do not end in this Pod
 	case node == "":
 		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
 	case !ip.Unmap().Is4():
-		return cli.Usage("POD_IP is %s; want an IPv4 address, since the overlay that ends in this Pod runs over IPv4, or --host-network", ip)
+		return cli.Usage("POD_IP is %s; want an IPv4 address, or --host-network: nodes reach this Pod by VXLAN over IPv4", ip)
 	}
 	config.UserAgent = "isthmus-gateway/" + cli.Version()
 	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Node: node, Cluster: k.cluster, Tunnels: k.tunnels, Votes: k.votes, StateDirectory: k.stateDirectory,
@@ -241,7 +241,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if the address could not be published by then
+			time.AfterFunc(2*nodesFollow, call) // start handshakes even if the address is not published yet
 			announce := sync.OnceFunc(func() { reportActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
@@ -265,7 +265,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		return gateway.Run(ctx, options)
 	}
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
-	if err != nil && ctx.Err() == nil { // the last message of this process
+	if err != nil && ctx.Err() == nil {
 		if eventErr := events.Warn(ctx, "Failed", endedMessage(err)); eventErr != nil {
 			log.Warn("cannot send an Event about the failure", "error", eventErr)
 		}
@@ -279,7 +279,6 @@ func endedMessage(err error) string {
 	return "the gateway ended: " + kubeerr.Plain("the API server", err).Error()
 }
 
-// presharedOf converts preshared keys to the gateway's type.
 func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.PresharedKeys {
 	all := make(map[string]datapath.PresharedKeys, len(keys))
 	for id, k := range keys {

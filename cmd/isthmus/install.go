@@ -32,15 +32,15 @@ func newInstallCommand() *cobra.Command {
 		Use:   "install --cluster-name NAME",
 		Short: "Install Isthmus in a cluster, or upgrade it",
 		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
-ServiceAccount with the least rights for each component, the ID and name by which
-peers know the cluster, and the components. The command detects the pods' network,
-prints the source of this value, and waits until the components run.
+ServiceAccount with the least rights for each component, the ID and name of the cluster
+at its peers, and the components. The command detects the pods' network, prints the
+source of this value, and waits until the components run.
 
-It applies the Helm chart of Isthmus: --values and --set take its values, and the other
-flags are shorthands for some of them. The cluster stores the values, so repeating the
-command without flags changes nothing, or upgrades an older installation. Custom resource
-definitions of a newer release are not changed. --print prints the manifests and needs
-no cluster.`,
+The command applies the Helm chart of Isthmus. --values and --set take values of the
+chart, and the other flags are shorthands for some of these values. The cluster stores the
+values. A repeated command without flags therefore changes nothing, or upgrades an older
+installation. Custom resource definitions of a newer release are not changed. --print
+prints the manifests and needs no cluster.`,
 		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer\n" +
 			"  isthmus install --cluster-name paris --print > isthmus.yaml",
 		Args: cobra.NoArgs,
@@ -118,7 +118,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in their nodes' network")
 	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "do not install the components, because they run elsewhere; the gateway's Service is then installed only if --gateway-service is set")
 	flags.BoolVar(&f.services, "services", false, "export and import Services through the Multi-Cluster Services API, with names in clusterset.local; isthmus peer --services chooses the namespaces (docs/services.md)")
-	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to clients with the ClusterRole isthmus-metrics-reader, and give the components the rights to check this")
+	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics only to clients with the ClusterRole isthmus-metrics-reader; gives the components the rights to check this")
 }
 
 // defaultRepository is the repository with the images of releases.
@@ -199,12 +199,12 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 // flags for the other cluster have the prefix "remote-".
 func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, whose string) {
 	flags := cmd.Flags()
-	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+whose+" (default $KUBECONFIG or ~/.kube/config)")
-	flags.StringVar(&a.Context, prefix+"context", "", "context"+whose+" in the kubeconfig (default the current one)")
-	short := ""
+	file, current, short := "that of --kubeconfig", "the current one of --"+prefix+"kubeconfig", ""
 	if prefix == "" {
-		short = "n"
+		file, current, short = "$KUBECONFIG or ~/.kube/config", "the current one", "n"
 	}
+	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+whose+" (default "+file+")")
+	flags.StringVar(&a.Context, prefix+"context", "", "context"+whose+" in the kubeconfig (default "+current+")")
 	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+whose)
 	flags.StringVar(&a.As, prefix+"as", "", "user to impersonate"+strings.Replace(whose, " of ", " in ", 1)+", such as system:serviceaccount:NAMESPACE:NAME")
 	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to impersonate"+strings.Replace(whose, " of ", " in ", 1)+"; may be repeated")
@@ -268,7 +268,6 @@ func clusterError(err error) error {
 	return err
 }
 
-// reporter returns a function that prints a line.
 func reporter(cmd *cobra.Command) func(string) {
 	return func(line string) { fmt.Fprintln(cmd.OutOrStdout(), line) }
 }

@@ -40,8 +40,9 @@ func newPubkeyCommand() *cobra.Command {
 		Short: "Read a WireGuard private key and print its public key",
 		Long: `Read a WireGuard private key and print its public key. A gateway with several tunnels
 derives a key for each tunnel from the private key. --tunnels prints their public keys in
-order, one a line. In the backend_config of the peers' TunnelEndpoints, the first is
-publicKey, and the others, with their ports, are tunnels: "PORT:KEY,PORT:KEY".`,
+order, one a line. In the backend_config of the peers' TunnelEndpoints, the field publicKey
+contains the first key. The field tunnels contains the other keys with their ports:
+"PORT:KEY,PORT:KEY".`,
 		Example: "  isthmus pubkey < private.key",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -54,7 +55,7 @@ publicKey, and the others, with their ports, are tunnels: "PORT:KEY,PORT:KEY".`,
 			}
 			key, err := fabric.ParseKey(strings.TrimSpace(string(text)))
 			if err != nil {
-				return cli.Usage("the key read %w", err)
+				return cli.Usage("standard input: the key %w", err)
 			}
 			for _, public := range fabric.PublicKeys(key, tunnels) {
 				if _, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(public[:])); err != nil {

@@ -165,7 +165,7 @@ func TestUnreachableClusterAndWrongUsageExitWithCodeTwo(t *testing.T) {
 		{[]string{"gateway", "--config", dir, "--log-level", "loud"}, "want debug, info, warn or error"},
 		{[]string{"gateway", "--config", dir, "--udp-offload=maybe"}, `--udp-offload "maybe": want auto, on or off`},
 		{[]string{"gateway", "--config", dir, "--pprof-address", ":6060"}, "want a loopback address"},
-		{[]string{"pubkey"}, "the key read"},
+		{[]string{"pubkey"}, "standard input: the key"},
 		{[]string{"pubkey", "--tunnels", "17"}, "--tunnels 17: want 1 to 16"},
 	} {
 		out, errs, code := isthmus("", tc.args...)

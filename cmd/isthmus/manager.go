@@ -77,7 +77,7 @@ takes its own Lease over at once.`,
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: from the API server)")
 	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network whose addresses peers use for endpoints that are not pods (default: a free /20, or a free network of the PodCIDR's size if that is smaller)")
 	flags.StringSliceVar(&f.pools, "pools", nil, "pools of addresses for the remapped networks of peers (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
-	flags.StringSliceVar(&f.reserved, "reserved", nil, "more networks that peers never get, besides this cluster's own and those that its nodes reach")
+	flags.StringSliceVar(&f.reserved, "reserved", nil, "more networks that are never allocated to peers, besides this cluster's own and those that its nodes reach")
 	flags.BoolVar(&o.Services, "services", false, "share Services with peers according to their Peerings; needs rights and the CRDs of the Multi-Cluster Services API")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "elect one active manager among several")
 	flags.StringVar(&o.IPAM.Address, "ipam-address", "", "TCP address of Liqo's gRPC service ipam, such as :6000, which Liqo's virtual kubelets need (default: none)")

@@ -23,8 +23,8 @@ func (m *metricsFlags) add(f *pflag.FlagSet) {
 	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a self-signed certificate)")
 }
 
-// secure returns an access control that asks the API server whether the client of each request may
-// read metrics. kubeconfig selects the API server as for owncluster.RESTConfig. The result is nil
+// secure returns an access control for the metrics. The API server authorizes the client of each
+// request. kubeconfig selects the API server as for owncluster.RESTConfig. The result is nil
 // without --metrics-secure.
 func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.Secure, error) {
 	if !m.on {

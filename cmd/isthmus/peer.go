@@ -27,8 +27,8 @@ func newPeerCommand() *cobra.Command {
 In each cluster the command creates a namespace for the peering, a ServiceAccount that
 the other cluster may use only for its NetworkConfig in that namespace, a Secret with
 the identity (the credentials for the other cluster), and a Peering. When repeated, it
-restores missing objects and renews a revoked identity. If a different cluster has the ID
-and name of one that was peered before, the command refuses it.
+restores missing objects and renews a revoked identity. The command refuses a cluster that
+was recreated with the same ID and name, unless --replace is set.
 
 At the end it shows for each network whether the other side uses it unchanged or
 remaps it, and why. If a peer later advertises other networks, and its pods would get new
@@ -101,7 +101,7 @@ consent. The command prints what is missing, and on which side.`,
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL by which this cluster reaches the other cluster's API server (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, and revoke the rights of the old one. Also needed if a cluster has a new certificate authority and its identity at the peer is no longer valid")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "accept a cluster that was recreated with the same ID and name, and revoke the rights of the old one. A cluster with a new certificate authority counts as recreated if its credentials for the peer are no longer valid")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")
@@ -153,12 +153,11 @@ type claimFlags struct {
 func (f *claimFlags) add(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.allowed, "allow-claim", nil,
-		"public network that this cluster need not remap if the other cluster advertises it (spec.claims.allowed)")
+		"public network; if the other cluster advertises it or a part of it, this cluster may use it unchanged (spec.claims.allowed)")
 	flags.BoolVar(&f.alwaysRemap, "always-remap", false, "this cluster remaps both networks of the other one (spec.claims.alwaysRemap)")
 	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly these networks of the other cluster (spec.claims.consent)")
 }
 
-// claims parses the flags.
 func (f *claimFlags) claims(cmd *cobra.Command) (c peering.Claims, err error) {
 	for _, text := range f.allowed {
 		p, err := peering.ParseNetwork(text)

@@ -36,7 +36,6 @@ func serveProfiles(address string, log *slog.Logger) (*httpserve.Servers, error)
 	return servers, nil
 }
 
-// profiles returns the handler for /debug/pprof.
 func profiles() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)

@@ -19,9 +19,9 @@ func newReleaseGatewayCommand() *cobra.Command {
 		Long: `Make the active gateway hand over to the standby, for example before work on its node.
 Connections survive, as in a drain or a rollout.
 
-The command evicts the Pod of the active gateway, which needs the right to create
-pods/eviction, and returns when another gateway is active. The Deployment replaces the
-Pod, and the new one becomes the standby. If no standby is ready, the command fails and
+The command evicts the Pod of the active gateway, and returns when another gateway is
+active. You need the right to create pods/eviction. The Deployment replaces the Pod, and
+the new Pod becomes the standby. If no standby is ready, the command fails and
 changes nothing.`,
 		Example:           "  isthmus release-gateway --context paris",
 		Args:              cobra.NoArgs,

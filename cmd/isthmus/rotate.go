@@ -18,9 +18,9 @@ func newRotateKeyCommand() *cobra.Command {
 Nothing has to be done in the other clusters.
 
 During a rotation the gateway accepts the current and the new key. Peers get the new
-public key from the manager, and each switches to it without losing packets. When all have
-switched, or after the gateway's --rotation-patience, only the new key
-remains. The preshared keys are renewed, too.
+public key from the manager, and each peer switches to it without losing packets. When all
+peers have switched, or after the gateway's --rotation-patience, only the new key remains.
+The preshared keys are renewed, too.
 
 Use --now for a key that may be stolen. The new key replaces all keys of the Secret at
 once, including unreadable ones. Sessions end, and each peer is out of reach for about a
@@ -28,9 +28,9 @@ second, until its manager has read the new key. If the manager cannot publish th
 a peer, that peer stays out of reach. A gateway that is cut off from its API server
 accepts the old key until it reads the Secret.
 
-Use --abort to drop the new key, for example because a gateway rejects it. You can abort
-only while no peer knows the new key, because a peer that has switched no longer accepts
-the old one.`,
+Use --abort to drop the new key, for example because a gateway rejects it. This fails if a
+peer has already received the new key, because a peer that has switched no longer accepts
+the old key.`,
 		Example:           "  isthmus rotate-key --context paris --wait 5m",
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
@@ -51,7 +51,7 @@ the old one.`,
 	}
 	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().BoolVar(&o.Now, "now", false, "replace the key at once; sessions end")
-	cmd.Flags().BoolVar(&o.Abort, "abort", false, "drop the new key while no peer knows it")
+	cmd.Flags().BoolVar(&o.Abort, "abort", false, "drop the new key, if no peer has received it yet")
 	cmd.Flags().DurationVar(&o.Wait, "wait", 0, "how long to wait until the rotation is complete; 0: do not wait")
 	return cmd
 }

@@ -39,26 +39,27 @@ func newRouteAgentCommand() *cobra.Command {
 gateway (to its node where the gateway has --host-network), and delivers packets from
 there to pods.
 
-It reads its Node, the pods on it, the gateway's Pods and Service, and the
+The agent reads its Node, the pods on it, the gateway's Pods and Service, and the
 NetworkAllocations. It reads TunnelEndpoints only if the NetworkAllocations lack this
 cluster's networks, or if the Service does not name the gateway's Pod. It reads all
-Nodes and Pods only if a gateway has --host-network. While the API server is away,
-everything stays in place.
+Nodes and Pods only if a gateway has --host-network. While the API server is
+unreachable, everything stays in place.
 
-It writes one object, the NodeNetworks of its node, which reports
-- the networks and DNS servers that the node reaches. The manager allocates them to no peer;
-- which NetworkAllocations the node has read (a resourceVersion). On this
-  node, no packet for the networks in them can bypass the tunnel. The manager waits for
-  this report, up to five seconds, before it publishes a network.
+The agent writes one object, the NodeNetworks of its node. This object reports
+- the networks and DNS servers that the node reaches, which the manager allocates to no
+  peer;
+- the resourceVersion of the NetworkAllocations that the node has applied. Packets for the
+  networks in them cannot bypass the tunnel on this node. The manager waits for this
+  report, up to five seconds, before it publishes a network.
 
 The agent restores its kernel objects within a second. As soon as a network is allocated
 to a peer, the node refuses packets for it that cannot use the tunnel. The node continues
-to refuse them when the agent ends, because the agent leaves everything in place, and
-after a reboot, because --state-directory has the networks. An agent that starts while
-another one runs takes over when that one ends. --cleanup removes everything.
+to refuse them after the agent ends, because the agent leaves its kernel objects in place,
+and after a reboot, because --state-directory stores the networks. An agent that starts
+while another one runs takes over when the other ends. --cleanup removes everything.
 
-It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for the node's own DNS
-servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
+The agent needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for the node's
+own DNS servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {
@@ -114,7 +115,7 @@ servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 				}
 			}
 			err = routeagent.Run(cmd.Context(), o)
-			if err != nil && cmd.Context().Err() == nil { // the last message of this process
+			if err != nil && cmd.Context().Err() == nil {
 				if eventErr := events.Warn(cmd.Context(), "Failed", "the route agent ended: "+err.Error()); eventErr != nil {
 					o.Log.Warn("cannot send an Event about the failure", "error", eventErr)
 				}
@@ -130,7 +131,7 @@ servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 	f.StringVar(&o.MetricsAddress, "metrics-address", agentMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty disables it")
 	secure.add(f)
 	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "TCP address of /status; empty disables it")
-	f.StringVar(&o.StateDirectory, "state-directory", "", "directory for the networks to refuse after a reboot until the API server answers; empty disables it")
+	f.StringVar(&o.StateDirectory, "state-directory", "", "directory that stores the peers' networks, so that the node refuses packets for them after a reboot until the API server answers; empty disables it")
 	f.StringVar(&o.Resolvers, "resolv-conf", "/etc/resolv.conf", "file with the DNS servers of the node")
 	f.BoolVar(&started, "started", false, "startup probe: exit with 0 if the agent of this Pod ($POD_UID) runs, or is ready to take over from another one")
 	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents created on this node, and exit")

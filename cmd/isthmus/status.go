@@ -38,10 +38,10 @@ managers and gateways by the Leases that they renew, and route agents by the Pod
 nodes. The exit code is 1 if a peering is not ready, or if a component that peerings need
 does not work.
 
-With --gateway, or without a cluster, show the peers of the gateway on this machine: their
-addresses, when each was last heard, and dropped packets. A standby answers with the
-state of its copy of the NAT flows instead. The exit code is 1 if a peer does not answer
-or the configuration is not in force.`,
+With --gateway, or without access to a cluster, show the peers of the gateway on this
+machine: their addresses, when each was last heard, and dropped packets. For a standby,
+show the state of its copy of the NAT flows instead. The exit code is 1 if a peer does not
+answer or the configuration is not in force.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if aboutCluster(cmd) {

@@ -27,21 +27,26 @@ addresses, or the reason why it would be dropped.
 
 With a kubeconfig, the command computes the path from the cluster's objects: the pod's
 node, the gateway, the tunnel, and the path of the answer. With --remote-context it
-includes the other cluster. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
-svc/NAMESPACE/NAME; svc means the first ready endpoint of that Service. SRC is in this
-cluster. With --remote-context, a name in DST is in the other cluster. DST may also
-be the name in clusterset.local of a Service that this cluster imports. The first line
-then shows the chosen endpoint, and the number of endpoints in each cluster. The command
-prefers endpoints of the other cluster, then those of any peer, then those of this
-cluster.
+includes the other cluster. SRC and DST have one of these forms:
+- an address, as this cluster sees it;
+- NAMESPACE/POD;
+- svc/NAME or svc/NAMESPACE/NAME, for the first ready endpoint of this Service;
+- for DST, the name in clusterset.local of a Service that this cluster imports.
 
-With --gateway or --address, the command queries the gateway on this machine. The answer
-includes its NAT flows. With --config it reads the configuration in a directory instead.
-SRC and DST are then the addresses that the packet has when it reaches the gateway. For
-an outbound packet, SRC is our pod, and DST is the peer's pod as we see it. For an
-inbound packet, SRC is the peer's pod as we see it, and DST is our pod as the peer sees
-it. Without --direction the command chooses the direction that fits the addresses. For
-ICMP the port is the identifier of an echo request.
+A Pod or Service in SRC is in this cluster. In DST, it is in the other cluster if
+--remote-context is set. For an imported Service, the command chooses an endpoint in the
+other cluster, else in any peer, else in this cluster. The first line shows this endpoint
+and the number of endpoints in each cluster.
+
+With --gateway or --address, the command queries the gateway on this machine, and the
+result depends on the gateway's NAT flows. With --config, the command reads the
+configuration in a directory. In both cases SRC and DST are the addresses of the packet
+before the gateway rewrites it:
+- outbound: SRC is our pod, and DST is the peer's pod as we see it;
+- inbound: SRC is the peer's pod as we see it, and DST is our pod as the peer sees it.
+
+Without --direction the command chooses the direction that fits the addresses. For ICMP
+the port is the identifier of an echo request.
 
 If the peer is down, the last line reports it, with the reason. The exit code is 1 if the
 packet would not arrive. It is 0 if the packet arrives, or leaves for a peer whose cluster

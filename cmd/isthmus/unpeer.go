@@ -16,16 +16,20 @@ func newUnpeerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "unpeer --context A {--remote-context B | NAME}",
 		Short: "End the peering of two clusters",
-		Long: `End a peering: in both clusters with --remote-context, or in one with the NAME of its
-Peering or of the other cluster. First the command revokes the rights of the other
-cluster. With --remote-context, that cluster keeps only the rights to delete its own
-objects here. Then the command deletes the Peerings, and the managers remove their
-objects. Last, the command deletes the remaining rights, identities and namespaces. If the
-two clusters are not peered, the command succeeds; an unknown NAME is an error.
+		Long: `End a peering: with --remote-context in both clusters, or with NAME only in this cluster.
+NAME is the name of its Peering or of the other cluster.
 
-A manager waits for the other cluster's API server, so that none of its own
-cluster's objects remain there. With --force it does not wait, and reports what may
-remain. If no manager runs, --force does the manager's work.
+First the command revokes the other cluster's rights in this one. With --remote-context it
+does so in both directions, but each cluster may still delete the objects that its manager
+created in the other, except with --force or in an in-band peering. Then the command
+deletes the Peerings, and each manager deletes the objects that it created in either
+cluster. Last, the command deletes the remaining rights, identities and namespaces. If the
+two clusters are not peered, the command succeeds. An unknown NAME is an error.
+
+If the API server of the other cluster is unreachable, the manager waits for it, because
+objects of the manager may remain there. With --force the manager does not wait, and the
+command reports the objects that may remain. If no manager runs, --force does the
+manager's work.
 
 For 24 hours, nodes still refuse packets for the networks of the former peer, and no other
 peer gets these networks.`,
@@ -59,7 +63,7 @@ peer gets these networks.`,
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for the other cluster; report what may remain there")
+	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for the other cluster; report the objects that may remain there")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait")
 	return cmd
 }

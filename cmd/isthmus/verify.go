@@ -24,21 +24,24 @@ func newVerifyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "verify --context A --remote-context B",
 		Short: "Send traffic between two clusters from temporary Pods, and report the results",
-		Long: `Test the traffic between two clusters with temporary Pods. Both clusters get them in the
-namespace of the installation: on the node of the active gateway and on another one, in
-the pod network and in the host network. Each Pod sends ICMP, UDP and TCP to every Pod of
-the other cluster, with sizes from small to beyond the MTU. In addition, the Pods
-of each cluster test at most 16 targets of each of these kinds:
-- mapped endpoints of the other cluster, such as nodes, which are not pods, by ping;
-- TCP ports of their own cluster's Services that have endpoints in the other cluster, by
-  address and by name;
-- names in clusterset.local of Services imported from the other cluster, at the first TCP
-  port; any exporter may answer;
-- one endpoint of each such Service in the other cluster, at the same port.
+		Long: `Test the traffic between two clusters with temporary Pods. In both clusters the command
+creates them in the namespace of the installation: on the node of the active gateway and
+on another one, in the pod network and in the host network. Each Pod sends ICMP, UDP and
+TCP to every Pod of the other cluster, with sizes from small to beyond the MTU.
 
-If a target does not answer in its own cluster either, it does not count as failed. The
+The Pods also test other targets in the other cluster, at most 16 of each kind:
+- mapped endpoints, by ping: nodes and other hosts outside the pod network that the other
+  cluster makes reachable for the Pods' cluster;
+- ordinary Services of the Pods' cluster that have endpoints in the other cluster: each TCP
+  port, by the endpoint's address and by the Service's name;
+- Services that the Pods' cluster imports from the other cluster: the first TCP port, by
+  the name in clusterset.local. Any exporting cluster may answer;
+- one endpoint of each of these imported Services: the same port, by address.
+
+A target that does not answer in its own cluster either does not count as failed. The
 command prints each answer, its time, and the source address that the receiver saw. The
-Pods run the gateway's image and are deleted at the end, even if you interrupt it.
+Pods run the gateway's image. The command deletes them at the end, even if you interrupt
+it.
 
 --pod and --remote-pod use existing Pods of any namespace instead, so their network
 policies apply. Each gets an ephemeral container without rights, which echoes at port
@@ -50,10 +53,10 @@ unknown.
 --continuous sends one small UDP packet a second between all Pods until you interrupt it,
 and counts lost packets; -o json prints the counts at the end.
 
-The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could
-not be reached or the two are not peered. If a Pod did not get the command to send,
-because its node or the API server was away, its packets count as unknown, not as lost.
-If nothing failed, but packets are unknown, the exit code is 2. With --continuous, unknown
+The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could not
+be reached or the two are not peered. If a Pod did not get the command to send, because
+its node or the API server was unreachable, its packets count as unknown, not as lost. If
+nothing failed, but packets are unknown, the exit code is 2. With --continuous, unknown
 packets cause exit code 2 only if nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
@@ -192,8 +195,8 @@ func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, outp
 	return lossError(last, err)
 }
 
-// lossError returns the error of a run with --continuous: err of verify.Run if it is set, and
-// otherwise an error if packets were lost or no packet was sent.
+// lossError returns the error of a run with --continuous. It returns err, the error of verify.Run,
+// if that is set, and otherwise an error if packets were lost or no packet was sent.
 func lossError(losses []verify.Loss, err error) error {
 	sent, lost := 0, 0
 	for _, l := range losses {

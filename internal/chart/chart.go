@@ -152,8 +152,8 @@ func Render(o Options) (string, error) {
 	return out.String(), nil
 }
 
-// readable returns err without the position that text/template adds, if the chart itself reports
-// that a value is missing.
+// readable removes the position that text/template adds from an error that the chart itself
+// reports, such as a missing value. It returns other errors unchanged.
 func readable(err error) error {
 	if wants := (*wantsError)(nil); errors.As(err, &wants) {
 		return wants
@@ -236,8 +236,7 @@ func rank(u *unstructured.Unstructured) int {
 	return 2
 }
 
-// functions returns the functions of Helm and its library that the chart uses. They behave as in
-// Helm.
+// functions returns the template functions of Helm that the chart uses. They behave as in Helm.
 func functions(all *template.Template) template.FuncMap {
 	return template.FuncMap{
 		"default": func(or, value any) any {

@@ -28,7 +28,7 @@ type schema struct {
 	Pattern              string             `json:"pattern"`
 	Minimum              *float64           `json:"minimum"`
 	Maximum              *float64           `json:"maximum"`
-	// Description completes the message "want ...".
+	// Description follows "want" in error messages.
 	Description string `json:"description"`
 
 	Schema     string `json:"$schema"`

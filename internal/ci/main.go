@@ -62,8 +62,8 @@ func check(ctx context.Context) bool {
 		{"lint", command("nice", "-n", "10", "make", "--no-print-directory", "lint")},
 		{"tests", goTest(nice10, ".", tests, raceDetector, concurrent()...)},
 		{"sequential", goTest(nice10, ".", tests, "", sequential...)},
-		// The race detector allocates memory. Tests of "no allocation" therefore skip themselves
-		// under it, and run here.
+		// The race detector allocates memory. Tests that a function does not allocate therefore
+		// skip themselves under the race detector, and run here.
 		{"allocations", goTest(nice10, ".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
 		// The race detector would slow down the honest peer and falsify the comparison.
 		{"fairness", goTest(nice0, ".", tests, "", "-run=OneHostilePeer", "./gateway")},

@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// A serverClock estimates how far the API server's clock is ahead of ours, by the Date header
-// of its responses (RFC 9110, section 6.6.1). The time in Date lies between request and
-// response, and is in whole seconds. So each response narrows the bounds of the difference.
+// A serverClock estimates how far the API server's clock is ahead of ours, by the Date header of
+// its responses (RFC 9110, section 6.6.1). Date is a time between request and response, in whole
+// seconds. Each response can therefore narrow the bounds of the difference.
 type serverClock struct {
 	mu        sync.Mutex
 	known     bool

@@ -91,7 +91,7 @@ func Of(c client.Client, namespace string) *Cluster {
 // Connect prepares the access to a cluster. It sends no request, so its errors concern only the
 // kubeconfig.
 func Connect(a Access) (*Cluster, error) {
-	log.SetLogger(logr.Discard()) // without a logger the client library complains on standard error
+	log.SetLogger(logr.Discard()) // without a logger the client library prints a warning on standard error
 	config, name, err := load(a)
 	if err != nil {
 		return nil, err

@@ -17,13 +17,13 @@ const ManagerLease = deploy.ManagerServiceAccount
 
 // HolderOf returns the active manager or gateway, according to the Lease that it renews. With
 // forDisplay, the Lease expires at its stated end, by the API server's clock. Without forDisplay,
-// the Lease expires half a minute later, and only when it has expired by the API server's clock and
-// by ours. The API server's time alone is not reliable: it may be the time of a proxy, or of one of
-// several servers. A caller that acts on the lack of a holder, for example by removing the holder's
-// objects, must not set forDisplay.
+// it expires half a minute later, and only if both the API server's clock and ours are past that
+// time. The API server's clock alone is not reliable: the time may come from a proxy, or from one
+// of several servers. A caller that acts on the lack of a holder, for example by removing the
+// holder's objects, must not set forDisplay.
 func HolderOf(ctx context.Context, c *Cluster, leaseName string, forDisplay bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
-	// The Lease may have been read at any time since this moment.
+	// The API server reads the Lease at some time after this moment.
 	sent := time.Now()
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := LeaseText(c, leaseName)

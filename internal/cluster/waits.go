@@ -13,7 +13,7 @@ const PollInterval = 100 * time.Millisecond
 // state in time.
 var ErrNotReady = errors.New("timed out")
 
-// ErrNoPeering is returned for a name that matches neither a Peering nor the remains of one.
+// ErrNoPeering is returned for a name that matches neither a Peering nor remains of a deleted one.
 var ErrNoPeering = errors.New("no such peering")
 
 // Patience is how long a step may take before the command reports the reason for waiting.

@@ -307,7 +307,7 @@ func (m *Manager) finalizers(ctx context.Context, p *isthmus.Peering, want []str
 	_ = m.Client.Patch(ctx, p, client.RawPatch(types.MergePatchType, text))
 }
 
-// tryIdentity uses the identity in the way the manager does.
+// tryIdentity makes a request with the Peering's identity, as a manager does.
 func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	c, err := AsPeer(ctx, m.Cluster, p.Spec.TenantNamespace.Local)
 	if err != nil {
@@ -384,7 +384,7 @@ func WithServiceNetwork(t *testing.T, c *cluster.Cluster, chosen chart.Values) c
 	return chart.Merge(chosen, chart.Values{"networks": chart.Values{"serviceCIDR": "10.96.0.0/12"}})
 }
 
-// Contains fails the test unless a text contains all of the wants.
+// Contains fails the test if text lacks one of wants.
 func Contains(t *testing.T, text string, wants ...string) {
 	t.Helper()
 	for _, w := range wants {

@@ -26,8 +26,8 @@ const Zone = "clusterset.local"
 // option is the option of the plugin kubernetes, available since CoreDNS 1.12.2.
 const option = "multicluster"
 
-// A mark is a comment at the end of a line that Add has written. It states which other parts Add
-// has written with that line. Remove removes these parts, too.
+// A mark is a comment at the end of a line that Add has written. The mark's text states which other
+// parts Add has written together with the line. Remove removes these parts, too.
 const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"

@@ -331,7 +331,6 @@ func (s *show) download() error {
 	return nil
 }
 
-// status prints the table of peerings.
 func (s *show) status() error {
 	if err := s.isthmus("status", "--context", "b"); err != nil {
 		return err

@@ -81,7 +81,6 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 	return nil
 }
 
-// kubernetes is one run of RunKubernetes.
 type kubernetes struct {
 	Options
 	ctx     context.Context
@@ -227,7 +226,7 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 // waitForDNS waits until CoreDNS in cluster a answers for the zone of multi-cluster services. The
 // answer may be that the name does not exist.
 func (k *kubernetes) waitForDNS() error {
-	const enough, patience = 10, 3 * time.Minute // consecutive answers: CoreDNS has two Pods
+	const enough, patience = 10, 3 * time.Minute // number of consecutive answers; one is not enough, because CoreDNS has two Pods
 	answers := 0
 	var last error
 	err := wait.PollUntilContextTimeout(k.ctx, 200*time.Millisecond, patience, true, func(context.Context) (bool, error) {

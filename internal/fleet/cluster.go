@@ -201,7 +201,7 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 }
 
 // podIdentity writes a kubeconfig for a Pod and returns its path. The token is bound to the Pod,
-// like a token that a kubelet requests, so the API server knows the Pod and its node.
+// like a token that a kubelet requests, so it identifies the Pod and its node to the API server.
 func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string, error) {
 	var pod corev1.Pod
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod); err != nil {

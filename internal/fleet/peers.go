@@ -28,7 +28,7 @@ func (c *Cluster) ActiveGateway(ctx context.Context) (int, error) {
 	if i := slices.IndexFunc(c.Nodes, func(n *lab.Node) bool { return n.Name == pod.Spec.NodeName }); i >= 0 {
 		return i, nil
 	}
-	return 0, fmt.Errorf("cluster %s: the active gateway is on %q, which is no node of it", c.Name, pod.Spec.NodeName)
+	return 0, fmt.Errorf("cluster %s: the active gateway is on %q, which is not a node of this cluster", c.Name, pod.Spec.NodeName)
 }
 
 // RemotePod returns a pod of the cluster on a node whose gateway is not the active one.

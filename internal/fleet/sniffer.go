@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// sniff starts to watch the underlay. The Sniffer knows no networks at first; follow adds those
-// of each cluster.
+// sniff starts to watch the underlay. The Sniffer has no networks at first; follow adds those of
+// each cluster.
 func (f *Fleet) sniff() (err error) {
 	f.Sniffer, err = f.Lab.Sniff(func(c *lab.Cluster) {
 		// While the API server does not answer, the last known networks stay in use.

@@ -12,15 +12,15 @@ import (
 // about 10 KiB.
 const maxConnections = 256
 
-// A bound closes a connection when a server has too many. It chooses among the connections that
-// are idle or have sent only a part of a request. From the client that has most of these
-// connections, it closes the one that has waited longest. Thus a client that holds connections
-// open cannot shut out other clients, in particular the kubelet.
+// A bound limits the number of connections of a server. Above the limit, it closes one of the
+// connections that wait for a request or have sent only a part of one. Among these, it chooses the
+// client with the most connections, and of that client the connection that has waited longest. Thus
+// a client that holds connections open cannot shut out other clients, in particular the kubelet.
 type bound struct {
 	limit int
 
 	mu    sync.Mutex
-	since map[net.Conn]uint64 // step at which the wait for a request began; 0: a request is being served
+	since map[net.Conn]uint64 // value of steps when the wait for a request began; 0: a request is being served
 	steps uint64
 }
 
@@ -70,8 +70,7 @@ func (b *bound) answering(c net.Conn, begins bool) {
 	}
 }
 
-// surplus returns the connection to close. One always exists, because the newest connection
-// waits.
+// surplus returns the connection to close. One always waits for a request: the newest.
 func (b *bound) surplus() (worst net.Conn) {
 	waiting := make(map[string]int)
 	for c, since := range b.since {
@@ -105,5 +104,5 @@ func closeNow(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
 	}
-	_ = c.Close() // the connection's own goroutine notices
+	_ = c.Close() // ends the goroutine that serves the connection
 }

@@ -105,7 +105,7 @@ func (s *Servers) Close() {
 		if one.http.Shutdown(ctx) != nil {
 			_ = one.http.Close()
 		}
-		_ = one.listener.Close() // Shutdown does not know a listener before Serve
+		_ = one.listener.Close() // Shutdown does not close a listener that Serve has not used yet
 	}
 	s.wg.Wait()
 }

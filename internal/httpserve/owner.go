@@ -28,7 +28,7 @@ func (s *Servers) ListenOwner(label, name string, handler http.Handler) error {
 }
 
 // errStranger is the error of DialOwner when another user, who is not root, owns the listener.
-var errStranger = errors.New("the listener is neither root nor this user")
+var errStranger = errors.New("the listening process belongs neither to root nor to this user")
 
 // DialOwner connects to the socket of ListenOwner in this network namespace. Any process in the
 // namespace could listen on that name first. If the process of another user, except root, listens,
@@ -81,8 +81,8 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 	}
 }
 
-// userOf returns the user at the other end of a connection, as the kernel reports it
-// (SO_PEERCRED). A client gets the user that called listen.
+// userOf returns the user at the other end of a connection, as the kernel reports it (SO_PEERCRED).
+// For a client, this is the user that called listen(2).
 func userOf(c net.Conn) (uid uint32, err error) {
 	raw, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {

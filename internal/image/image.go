@@ -38,7 +38,7 @@ type Image struct {
 	Platforms  []Platform
 }
 
-// A Platform is the image for one operating system and architecture. The names are Go's.
+// A Platform is the image for one operating system and architecture, named as in GOOS and GOARCH.
 type Platform struct {
 	OS, Architecture string
 	Files            []File
@@ -157,7 +157,7 @@ func (i Image) platform(blobs *store, p Platform) (descriptor, error) {
 	if err := writeTar(&plain, p.Files, i.Created); err != nil {
 		return descriptor{}, err
 	}
-	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // header left empty: no name, no time
+	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // the gzip header stays empty: no name, no time
 	if err != nil {
 		return descriptor{}, err
 	}

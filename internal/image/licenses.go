@@ -65,9 +65,8 @@ func expressionOf(text []byte) (string, error) {
 	return strings.Join(ids, " AND "), nil
 }
 
-// licensesOf finds the licenses of all modules of a binary, of Go itself (stdlib), and of the
-// main module in root. The keys are "PATH@VERSION". It asks the go command for the modules'
-// folders.
+// licensesOf finds the licenses of all modules of a binary, of Go itself (stdlib), and of the main
+// module in root. The keys are "PATH@VERSION". It runs the go command to find the modules' folders.
 func licensesOf(info *debug.BuildInfo, root string) (map[string]license, error) {
 	goroot, err := exec.Command("go", "env", "GOROOT").Output()
 	if err != nil {
@@ -149,8 +148,8 @@ v. 2.0, which you can obtain at https://mozilla.org/MPL/2.0/. Their source is
 https://hg.mozilla.org/projects/nss/file/tip/lib/ckfw/builtins/certdata.txt.
 `
 
-// originOf returns the module from which the certificate authorities come. internal/tools/roots
-// writes it into the first line.
+// originOf returns the module from which the certificate authorities come. internal/tools/roots has
+// written its name and version into the first line.
 func originOf(authorities []byte) (*debug.Module, error) {
 	line, _, _ := strings.Cut(string(authorities), "\n")
 	if f := strings.Fields(line); len(f) == 3 && f[0] == "#" {

@@ -110,8 +110,9 @@ func needsOf(account, namespace string, rule rbacv1.PolicyRule) (all []need) {
 
 const concurrentRequests = 16
 
-// rightsHop asks the API server whether the components have the rights that they need. lacking
-// lists the accounts that lack a right. hop is nil if the person has no right to ask.
+// rightsHop checks, by requests to the API server, whether the components have the rights that they
+// need. lacking lists the accounts that lack a right. hop is nil if the user may not make these
+// requests.
 func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {
@@ -151,7 +152,7 @@ func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lackin
 	if len(missing) > 0 {
 		release, _ := install.HelmRelease(ctx, c) // ignore the error: `isthmus install` reports it
 		hop.State, hop.Reason = health.Broken, "RightsMissing"
-		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), repairCommand(c, release))
+		hop.Text = fmt.Sprintf("%s; to grant these rights, run %s", safetext.FirstFew(missing, "; "), repairCommand(c, release))
 	}
 	return hop, lacking, nil
 }

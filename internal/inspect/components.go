@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// components reads the state of the components. Only the Pods are required. It is no error if
-// reading other objects is forbidden.
+// components reads the state of the components. Only the Pods are required. Other objects that the
+// user may not read are left out without an error.
 func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found health.Components, err error) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {

@@ -41,7 +41,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // name may be the other cluster's own name
+		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // the name may be known only to the other cluster, which could not be queried
 			return nil, queryErr
 		}
 		if len(here.Peerings) == 0 && name != "" {

@@ -87,9 +87,9 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	return append([]health.Hop{*rights}, hops...), manager, gateway, nil
 }
 
-// nodeHops checks that every node that accepts a route agent has one, as the kubelets report. The
-// nodes that are not ready get a hop of their own. That hop is not broken: perhaps a kubelet has
-// only lost its connection to the API server, while its pods are reachable.
+// nodeHops checks that every node that accepts a route agent has one, as the kubelets report. Nodes
+// that are not ready get a separate hop, which is not broken: perhaps a kubelet has only lost its
+// connection to the API server, while its pods are reachable.
 func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList

@@ -32,15 +32,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/podport"
 )
 
-// Reasons of hopNames.
+// Reasons for which the hop HopNames is broken.
 const (
 	reasonDNSTooOld = "CoreDNSTooOld"
 	reasonNoZone    = "ZoneMissing"
 	reasonNoAnswer  = "NoAnswer"
 )
 
-// sharesServices reports whether services are on, according to the remembered choice or the
-// manager's flags.
+// sharesServices reports whether the cluster shares Services, according to the stored values of the
+// installation or the manager's flags.
 func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	if chosen, err := install.Remembered(ctx, c); err == nil && install.WithServices(chosen) {
 		return true
@@ -54,8 +54,8 @@ func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	})
 }
 
-// namesHop checks whether CoreDNS answers for imported services. notAsked explains which part
-// could not be checked.
+// namesHop checks whether CoreDNS answers for imported services. notAsked names the part that could
+// not be checked, if any.
 func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
 	d, err := coredns.Find(ctx, c)
@@ -101,7 +101,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 		hop.Text = fmt.Sprintf("CoreDNS answers queries for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.Deployment))
 		if code == dnsmessage.RCodeServerFailure {
-			hop.Text += fmt.Sprintf(", or is not allowed to watch ServiceImports and then fails for all Services (`isthmus install --context %s`); its log shows which", c.Context)
+			hop.Text += fmt.Sprintf("; or it is not allowed to watch ServiceImports, and then fails for all Services (`isthmus install --context %s`); the log of CoreDNS shows the reason", c.Context)
 		}
 	}
 	return hop, "", nil
@@ -131,7 +131,8 @@ func dnsPod(ctx context.Context, c *cluster.Cluster) (name string, port uint16, 
 	return "", 0, errors.New("none of its Pods is ready")
 }
 
-// queryDNS asks a CoreDNS for the SOA of the zone, over TCP through the API server.
+// queryDNS queries a Pod of CoreDNS for the SOA record of the zone, over TCP through the API
+// server.
 func queryDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
 	ctx, cancel := context.WithTimeout(ctx, cluster.RequestTimeout)
 	defer cancel()
@@ -144,8 +145,8 @@ func queryDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) 
 	return querySOA(conn, corefile.Zone)
 }
 
-// querySOA requests the SOA of a zone over TCP. By RFC 1035, section 4.2.2, the length precedes
-// each message.
+// querySOA queries the SOA record of a zone over TCP. The length precedes each message (RFC 1035,
+// section 4.2.2).
 func querySOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 	name, err := dnsmessage.NewName(zone + ".")
 	if err != nil {

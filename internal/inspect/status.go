@@ -114,7 +114,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 }
 
 // noGateway returns the reason why no gateway is active. It returns "" if a gateway is active, or
-// if the gateway is not ours.
+// if the cluster uses a gateway that is not from Isthmus.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
 		if h := &s.Hops[i]; health.NoneActive(h) {
@@ -172,7 +172,7 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// keyText formats a key with its age. With lags, it adds that the key is being rotated.
+// keyText formats a key with its age. If lags is set, it adds that the key is being rotated.
 func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	if key == "" {
 		return ""

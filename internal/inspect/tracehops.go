@@ -19,9 +19,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NodeHop checks the path between a Pod's node and the gateway: the rules and the overlay of
-// that node's route agent. An empty node means that no Pod has the address. If only the path to
-// the gateway is broken, the hop waits while no gateway is active, and is unknown while the
+// NodeHop checks the path between a Pod's node and the gateway: the rules and the overlay of that
+// node's route agent. An empty node means that no Pod has the address. If only the path to the
+// gateway is broken, the hop's state is Waits while no gateway is active, and Unknown while the
 // gateway is new.
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
@@ -62,8 +62,8 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 }
 
 // VacantHop returns a hop for an address that is in the PodCIDR of a node but belongs to no running
-// Pod. The second result reports whether this applies to addr. The hop states that nothing answers
-// unless the node itself has the address, for example on its bridge.
+// Pod. vacant reports whether addr is such an address. The hop states that nothing answers unless
+// the node itself has the address, for example on its bridge.
 func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, vacant bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {

@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// This file has the checks and reads that precede all writes: the reasons to refuse an
-// installation, and the values of an installation that remembers none.
+// This file has the checks and reads before all writes: the reasons to refuse an installation, and
+// the values of an installation that has not stored any.
 
 // olderValues reads values from the objects of an installation that has no stored values, because
 // it is old or was made with kubectl. It returns nil if there is no installation. With the defaults

@@ -41,8 +41,8 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 }
 
 // untilNoneTerminates waits until no definition in objects is being deleted. Applying a definition
-// would not stop its deletion, nor the deletion of all objects of its kind. installs means that the
-// caller will start the components. Then untilNoneTerminates does not wait for definitions that
+// would not stop its deletion, nor the deletion of all objects of its kind. If installs is set, the
+// caller starts the components later. Then untilNoneTerminates does not wait for definitions that
 // only the components can release, and returns them as held.
 func untilNoneTerminates(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {

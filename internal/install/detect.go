@@ -24,7 +24,7 @@ import (
 
 // detect finds the values that the chart needs and nobody has set, and reports their sources. It
 // returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that contains no
-// node and no Pod. Of its results, Run remembers only the PodCIDR.
+// node and no Pod. Run stores only the PodCIDR of the results.
 func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {
@@ -75,7 +75,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		}
 		usually, _ := chart.Get(usual, "gateway", "replicas").(float64)
 		switch {
-		case float64(have) >= usually: // keep the number of replicas: the other node may only be down
+		case float64(have) >= usually: // keep the number of replicas, because the second node may only be down
 			chart.Set(found, float64(have), "gateway", "replicas")
 		case schedulable(nodes.Items) == 1:
 			o.Report(fmt.Sprintf("%s: one gateway, because only one node is schedulable, and each gateway needs its own node", c))

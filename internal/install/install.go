@@ -35,11 +35,11 @@ type Options struct {
 	// Identity is the wanted identity of the cluster. An empty ClusterID means the existing ID,
 	// or the UID of the namespace kube-system. An empty ClusterName means the existing name.
 	Identity v1alpha1.ClusterIdentity
-	// Values are the chart values that a person chose. The cluster remembers them, so that they
-	// need not be repeated. If the workloads are off, the gateway's Service is created only if
-	// Values request it.
+	// Values are the chart values that a person chose. The cluster stores them, so that they need
+	// not be repeated. If the workloads are off, the gateway's Service is created only if Values
+	// request it.
 	Values chart.Values
-	// Forget ignores and replaces the remembered values.
+	// Forget ignores the stored values and replaces them.
 	Forget bool
 	// Force accepts a PodCIDR in Values that contains no node and no Pod.
 	Force bool
@@ -55,7 +55,7 @@ type Options struct {
 	Report func(line string)
 }
 
-// Name and key of the ConfigMap in which Run remembers the values that a person chose.
+// Name and key of the ConfigMap in which Run stores the values that a person chose.
 const (
 	ConfigMap = "isthmus-install"
 	keyValues = "values.yaml"
@@ -132,10 +132,10 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		return err
 	}
 	for _, object := range objects {
-		// Run remembers new values after it has applied them, because the API server may refuse
-		// them. A first run stores the values of the older installation, even if there are none,
-		// before it creates any workload. Otherwise the next run, after an interruption, would
-		// mistake the cluster for an installation without workloads.
+		// Run stores new values after it has applied them, because the API server may refuse them.
+		// A first run stores the values of the older installation, even if there are none, before
+		// it creates any workload. Otherwise, after an interruption, the next run would mistake the
+		// cluster for an installation without workloads.
 		if !known && object.GetKind() != "Namespace" {
 			if err := remember(ctx, c, before); err != nil {
 				return err
@@ -279,7 +279,7 @@ func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, createCon
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
 // valuesBefore returns the values of earlier installations that stay in force. known reports
-// whether the cluster remembers any.
+// whether the cluster has stored any.
 func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before chart.Values, known bool, err error) {
 	if o.Forget {
 		return nil, false, nil
@@ -291,7 +291,7 @@ func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before ch
 	return before, false, err
 }
 
-// Remembered returns the values that the cluster remembers, or nil if there are none.
+// Remembered returns the values that the cluster has stored, or nil if there are none.
 func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: ConfigMap}, &m)
@@ -338,7 +338,7 @@ func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 	if err != nil || release == "" {
 		return err
 	}
-	return fmt.Errorf("%s: namespace %s has the Helm release %s, and Helm would not notice what this command changes; run `helm %s %s` instead",
+	return fmt.Errorf("%s: namespace %s has the Helm release %s, and Helm would not record the changes of this command; run `helm %s %s` instead",
 		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
@@ -388,12 +388,12 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
 		if want != *have {
-			return want, fmt.Errorf("peers already know this cluster as %s (%s), not %s (%s); to rename it, un-peer all peers and delete its ConfigMap first",
+			return want, fmt.Errorf("this cluster is already installed as %s (%s), not %s (%s); to change its name or ID, un-peer all peers and delete the ConfigMap with its identity first",
 				safetext.Of(have.ClusterName), safetext.Of(have.ClusterID), safetext.Of(want.ClusterName), safetext.Of(want.ClusterID))
 		}
 	}
 	if want.ClusterName == "" {
-		return want, errors.New("want --cluster-name, the name by which peers know this cluster")
+		return want, errors.New("want --cluster-name, the name of this cluster at its peers")
 	}
 	want.ClusterID = cmp.Or(want.ClusterID, uid)
 	return want, cluster.CheckIdentity(want)
@@ -428,8 +428,8 @@ func waitEstablished(ctx context.Context, c *cluster.Cluster, manifests []*unstr
 	return nil
 }
 
-// servesKind reports whether the API server serves the kind of a custom resource definition.
-// The error "forbidden" also shows that it does.
+// servesKind reports whether the API server serves the kind of a custom resource definition. It
+// returns true also if the API server answers "forbidden".
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
 	for _, kind := range servedKinds(crd) {
 		var list unstructured.UnstructuredList

@@ -211,7 +211,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	for _, u := range append(rights, definitions...) {
 		have, err := c.Get(ctx, u.GroupVersionKind(), "", u.GetName())
 		switch {
-		case kubeerr.Forbidden(err): // a person without the right to read it did not create it either
+		case kubeerr.Forbidden(err): // a person who may not read the object has not created it either
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):

@@ -207,7 +207,7 @@ func holds(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }
 
-// cover returns the smallest network that contains all networks, but at least a /16.
+// cover returns the smallest network that contains all networks, but a /16 if that is larger.
 func cover(all []netip.Prefix) netip.Prefix {
 	for bits := 16; ; bits-- {
 		p := netip.PrefixFrom(all[0].Addr(), bits).Masked()

@@ -55,7 +55,7 @@ type Masquerade string
 // The values of a Masquerade.
 const (
 	MasqueradeAll    Masquerade = "all"    // as kindnet and flannel do, and Calico by natOutgoing
-	MasqueradePublic Masquerade = "public" // not for 10.0.0.0/8, as ip-masq-agent does
+	MasqueradePublic Masquerade = "public" // for all destinations except 10.0.0.0/8, as ip-masq-agent does
 )
 
 // NodeOptions are the options of all nodes of a cluster.

@@ -26,7 +26,7 @@ import (
 // returns that folder and builds nothing.
 const binEnv = "ISTHMUS_KUBE"
 
-// programs are the names of the links to the one binary that is built.
+// programs are the names of the links to the only binary that is built.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
 // A recipe describes a set of programs to build. There are recipes for the control planes of the

@@ -135,8 +135,8 @@ func (o *Options) programs() []string {
 	return controlPlane.programs
 }
 
-// complete fills in the defaults. It returns clear errors for options that the programs would
-// reject later and less clearly.
+// complete fills in the defaults. It returns an error for options that the programs would reject
+// later with a less clear message.
 func (o *Options) complete() error {
 	if o.Name == "" {
 		o.Name = "kubetest"

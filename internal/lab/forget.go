@@ -12,7 +12,7 @@ import (
 // rules. The node's processes must have ended. The lab's own objects stay.
 func (n *Node) Forget() error {
 	var err error
-	for range 5 { // repeat, because devices of ending namespaces disappear by themselves meanwhile
+	for range 5 { // repeat: devices of ending namespaces may disappear between list and removal
 		if err = n.Do(forget); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}

@@ -59,7 +59,7 @@ type Lab struct {
 
 	mu       sync.Mutex
 	state    state
-	owner    *os.File // the locked file; nil if the lab was opened
+	owner    *os.File // the locked file; nil if Open returned the lab
 	gateways map[*Cluster]*gateway
 	servers  []func() error
 }

@@ -70,8 +70,8 @@ type Spec struct {
 	// MTU of the underlay in octets, 576 to 65535. It applies to all links, including those of pods.
 	// Default 1500.
 	MTU int `json:"mtu,omitempty"`
-	// Tunnels is the number of tunnels between the gateways of two clusters, 1 to 16. The smaller
-	// number of the two applies. Default 1.
+	// Tunnels is the number of tunnels between the gateways of two clusters, 1 to 16. If the
+	// clusters have different numbers, the smaller applies. Default 1.
 	Tunnels int `json:"tunnels,omitempty"`
 	// RPFilter applies to every host except the underlay. Default loose.
 	RPFilter RPFilter `json:"rpFilter,omitempty"`

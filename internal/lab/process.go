@@ -67,7 +67,8 @@ func (c crowd) members() []int {
 }
 
 // signal sends sig to a member. Another process may have got the process ID since it was read. A
-// pidfd stays with its process, so signal checks the membership again once it has a pidfd.
+// pidfd always refers to the same process, so signal checks the membership again once it has a
+// pidfd.
 func (c crowd) signal(pid int, sig unix.Signal) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -75,7 +76,7 @@ func (c crowd) signal(pid int, sig unix.Signal) {
 	}
 	defer unix.Close(fd)
 	if c.has(pid) {
-		_ = unix.PidfdSendSignal(fd, sig, nil, 0) // the process may have ended meanwhile
+		_ = unix.PidfdSendSignal(fd, sig, nil, 0) // the process may have ended
 	}
 }
 

@@ -106,10 +106,10 @@ func (r Report) err() error {
 }
 
 // Sniff starts to watch the underlay. Before Watch specifies networks, no packet is a leak. If
-// refresh is not nil, the Sniffer calls it for each packet that looks like a leak, and then
-// checks the packet again. refresh may block, and should call Watch with current networks. This
-// avoids false leaks when nodes know before the caller of Watch that a peer was removed. The
-// caller must close the Sniffer before the lab.
+// refresh is not nil, the Sniffer calls it for each packet that looks like a leak, and then checks
+// the packet again. refresh may block, and should call Watch with current networks. This avoids
+// false leaks after a peer is removed, because the nodes may process the removal before the caller
+// of Watch does. The caller must close the Sniffer before the lab.
 func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, addedAddrs: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
@@ -343,7 +343,7 @@ func (s *Sniffer) read(t *tap) {
 		}
 		s.checkFrame(t, buf[:n])
 	}
-	_ = t.socket.Control(func(fd uintptr) { // fails only after the file is closed, which is later
+	_ = t.socket.Control(func(fd uintptr) { // cannot fail: the file is closed later
 		for {
 			n, err := unix.Read(int(fd), buf)
 			if errors.Is(err, unix.ENETDOWN) || errors.Is(err, unix.EINTR) {
@@ -360,7 +360,7 @@ func (s *Sniffer) read(t *tap) {
 		if err != nil {
 			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: number of missed packets: %w", t.port, err))
 		} else if st.Drops > 0 {
-			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %d packets that may have been in the clear came too fast to be looked at", t.port, st.Drops))
+			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %d packets were lost before they could be checked, and may have been in the clear", t.port, st.Drops))
 		}
 	})
 }

@@ -79,7 +79,7 @@ func lockAll() (unlock func(), err error) {
 		}
 		file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // the directory was removed meanwhile together with the last lab
+			continue // another process has removed the directory together with the last lab
 		}
 		if err != nil {
 			return nil, err

@@ -28,15 +28,15 @@ func CopyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.N
 	}
 }
 
-// AnswerTo returns the answer in a copy's status. It returns false if the answer is not to the
-// current original.
+// AnswerTo returns the answer in a copy's status. It returns false if the copy has no answer to the
+// current version of the original.
 func AnswerTo(original, c *v1alpha1.NetworkConfig) (v1alpha1.NetworkConfigStatus, bool) {
 	return AnswerOf(c), answers(c, original)
 }
 
-// answers reports whether the status of the copy answers the current original. Isthmus records the
-// generation that it has answered. Liqo does not, but after Liqo has answered a copy, that copy
-// never gets other networks; see stale in manager/replication.
+// answers reports whether the status of the copy answers the current version of the original.
+// Isthmus records the generation that it has answered. Liqo does not, but after Liqo has answered a
+// copy, that copy never gets other networks; see stale in manager/replication.
 func answers(c, original *v1alpha1.NetworkConfig) bool {
 	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
 		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)

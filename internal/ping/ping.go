@@ -68,8 +68,8 @@ func Raw(dst netip.Addr) (network, address string) {
 }
 
 // Echo sends one request with size octets of data, at least TokenSize, and waits for the answer
-// until ctx ends. conn is a raw socket, or a datagram socket of package icmp. If an ICMP error
-// for the request arrives, Echo returns it as *Error. The result data is the request's data.
+// until ctx ends. conn is a raw socket, or a datagram socket of package icmp. If an ICMP error for
+// the request arrives, Echo returns it as *Error. data is the data of the request.
 func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (data []byte, rtt time.Duration, err error) {
 	f := familyOf(dst)
 	data = make([]byte, max(size, TokenSize))

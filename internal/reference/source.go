@@ -128,7 +128,7 @@ func conditions(root string) (string, error) {
 func missing(text string) error {
 	for l := range strings.Lines(text) {
 		if strings.HasSuffix(l, "` |  |\n") {
-			return fmt.Errorf("no comment says what %s means", strings.Fields(l)[1])
+			return fmt.Errorf("%s has no comment that explains it", strings.Fields(l)[1])
 		}
 	}
 	return nil

@@ -8,7 +8,7 @@ import (
 )
 
 const (
-	// maxLength is the maximum number of octets that are shown of a text of unknown origin.
+	// maxLength is the maximum number of octets that are shown of a foreign text.
 	maxLength = 400
 	// Message is the limit for the message of a condition. Our manager never writes a longer
 	// message.

@@ -85,7 +85,7 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	return nil, nil
 }
 
-// labelCleans marks the Pods that clean nodes. The label has the same value on all of them.
+// labelCleans marks the Pods that clean nodes.
 const labelCleans = "isthmus.net/cleans"
 
 // cleanNodes runs a Pod on each node, which removes everything that the components left in the

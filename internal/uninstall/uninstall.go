@@ -204,9 +204,9 @@ func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
 }
 
 // helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm records
-// that in the release before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). If
-// somebody applies the rendered hook without Helm, the hook is an ordinary Job. Such a Job must not
-// uninstall anything.
+// the deletion in the release before it runs the hooks (Helm 3.22 and 4.3,
+// pkg/action/uninstall.go). If somebody applies the rendered hook without Helm, the hook is an
+// ordinary Job, which must not uninstall anything.
 func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // Helm stores releases in one of these kinds
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
@@ -404,7 +404,7 @@ func repeatUntilDone(ctx context.Context, c *cluster.Cluster, o Options, step fu
 		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
 			return errors.New("interrupted; run the same command again to continue")
 		case ctx.Err() != nil:
-			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, reported)
+			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are unreachable\n%s: %s", cluster.ErrNotReady, o.Timeout, c, reported)
 		case errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 			wait = safetext.Of(err.Error())
 		case err != nil:
