@@ -74,7 +74,7 @@ func (o *optionalObjects) watch(ctx context.Context) {
 		o.mu.Unlock()
 		o.look.set()
 	}
-	got, err := o.open(ctx, o.kinds, waiting) // may wait for long: the API server may not serve these kinds
+	got, err := o.open(ctx, o.kinds, waiting) // may take long, because the API server may not serve these kinds yet
 	if err != nil {
 		return // ctx has ended
 	}
