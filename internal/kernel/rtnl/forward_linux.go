@@ -189,8 +189,8 @@ func matchIn(b []byte) (name, text string) {
 	return name, text
 }
 
-// A forwarding is a foreign chain for forwarded packets, with its effect on packets that no rule
-// accepts.
+// A forwarding is a foreign chain for forwarded packets, and the effect of that chain on packets
+// that none of its rules accepts.
 type forwarding struct {
 	accept       kernel.Accept
 	refuses      bool   // the end of the chain drops packets
@@ -405,10 +405,9 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 // masqueradeCost describes the effect of masquerading pods, for messages.
 const masqueradeCost = "peers then see one address for all pods of the node, and their network policies cannot tell pods apart"
 
-// Limits returns the restrictions for traffic between pods and peers. Foreign rules cause some of
-// them, as far as they can be detected. Others exist because the last Apply could not make an
-// optional object. want is the wanted SourceNAT. If refresh is false, Limits uses the foreign rules
-// that it read last.
+// Limits returns the known restrictions for traffic between pods and peers. Foreign rules cause
+// some of them. Others exist because the last Apply could not make an optional object. want is the
+// wanted SourceNAT. If refresh is false, Limits does not read the foreign rules again.
 func (k *Kernel) Limits(want kernel.SourceNAT, refresh bool) []kernel.Limit {
 	if refresh {
 		k.theirs = append(earlyNAT(), legacyLimits(want)...)
