@@ -182,7 +182,8 @@ func (c FilterChain) Kind() string {
 // Inside the overlay, exactly one address of a packet belongs to a peer. The exception is an answer
 // to a packet for a NodePort of the gateway's node: it has no address of a peer, because that node
 // has replaced the peer's address by its own. Packets with a peer's source come from the gateway.
-// The gateway's node must not forward packets with such a source that one of its own pods forged.
+// If one of the node's own pods forges such a source, the gateway's node must not forward the
+// packet.
 //
 // A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
 // peer's source must come from the gateway, or from another node that forwards it for the gateway.

@@ -35,8 +35,8 @@ const (
 	// be consulted.
 	NodeRulePriority    = 419
 	GatewayRulePriority = 420
-	// Packets that a gateway on our node received from a peer are refused while the agent does not
-	// know that the gateway is here.
+	// Packets that a gateway on our node received from a peer are refused until the agent has
+	// noticed that the gateway is on our node.
 	GuardRulePriority = 421
 	// If the tables above have no route for a packet to a peer, it is refused before the main table
 	// is consulted.

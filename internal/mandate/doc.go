@@ -35,7 +35,7 @@
 //     a gateway that already has a mandate.
 //  8. Lists form a chain: each differs from the previous one by one voter. The holder proposes the
 //     next list, and counts votes by the next list once a majority of the current list has stored
-//     its version. Any other gateway asks with the newest list that it knows.
+//     its version. Any other gateway sends asks with the newest list that it has read.
 //
 // # Why there are never two mandates
 //

@@ -33,7 +33,7 @@ type foreignRule struct {
 }
 
 // rulesOf returns the rules of a chain, in order. It parses the messages itself, because package
-// nftables does not know all expressions.
+// nftables does not support all expressions.
 func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err != nil {

@@ -42,7 +42,7 @@ const (
 //     about their state. If one of them does not answer, it stops sending to peers (see decide).
 //   - A standby does not take an expired Lease while the Lease's holder answers and sends to peers.
 //     If the holder does not renew the Lease, the standby renews it in the holder's name, so that
-//     readers of the Lease know that a gateway is active.
+//     the Lease shows that a gateway is active.
 //   - A standby measures the age of the Lease only while it can reach the API server. After an
 //     outage of the API server, the active replica has another leaseDuration to renew the Lease,
 //     because it may have lost the API server, too.
@@ -372,7 +372,7 @@ func (e *election) reevaluateLocked(now time.Time) {
 	e.changed.set()
 }
 
-// lastTransition returns the number of takeovers of the Lease that this replica knows of.
+// lastTransition returns the last known number of takeovers of the Lease.
 func (e *election) lastTransition() int32 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -403,8 +403,8 @@ func (e *election) reached(err error) bool {
 	return true
 }
 
-// active reports whether this replica is active: it is the holder as far as it knows, and may
-// send to peers.
+// active reports whether this replica is active: it is the last known holder, and may send to
+// peers.
 func (e *election) active() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -233,7 +233,7 @@ func (g *Gateway) CannotTakeOver() error {
 	return e.cannotTakeOver(time.Now())
 }
 
-// MaySend reports whether this replica may send to peers now. It is called just before each
+// MaySend reports whether this replica may send to peers now. The caller checks it just before each
 // send.
 func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate.Open() }
 

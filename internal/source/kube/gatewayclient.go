@@ -102,8 +102,8 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 }
 
 // Owner returns the owner of an address in the cluster, according to the Pods and Nodes that a
-// gateway in a Pod watches to deliver packets. A host-network gateway delivers none and knows
-// no owners. Owner may be called concurrently.
+// gateway in a Pod watches to deliver packets. For a host-network gateway, which delivers no
+// packets to Pods, the owner is always unknown. Owner may be called concurrently.
 func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.locations.owner(addr) }
 
 // podNetwork returns the nodes and pods to which a replica with its own network namespace

@@ -21,7 +21,7 @@ const (
 	stopEarly = time.Second
 )
 
-// A leaseState is the state of the Lease as a gateway knows it.
+// A leaseState is the last known state of the Lease, from the view of one gateway.
 type leaseState struct {
 	holds      bool  // this gateway is the holder according to its last read, write or snapshot
 	confirmed  bool  // this gateway is the holder, and its last renewal is too recent for a takeover
@@ -78,8 +78,8 @@ type ruling struct {
 //   - The holder sends while its last renewal is recent (confirmed). After that, it needs recent
 //     answers of all other gateways that they leave the Lease alone. A gateway that never had
 //     another one beside it continues alone.
-//   - The holder gives way to a gateway that knows of a later takeover, or that also holds the
-//     Lease and can reach the API server.
+//   - The holder gives way to a gateway whose answer proves a later takeover, or that also holds
+//     the Lease and can reach the API server.
 //   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
 //     holder. It waits only for a limited time for a holder that answers but is silent. Such a
 //     holder may itself be waiting for a gateway that was deleted, because it cannot read the API
