@@ -230,8 +230,8 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	return nil
 }
 
-// waitError returns the error for a wait whose context has ended: an interrupt, or the last
-// error that the wait saw.
+// waitError returns the error of a wait that the end of ctx has stopped: an interrupt, or last,
+// which is the latest error of the condition.
 func waitError(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return &stoppedError{last}
@@ -239,8 +239,8 @@ func waitError(ctx context.Context, last error) error {
 	return last
 }
 
-// stoppedError is context.Canceled together with the last error that a wait saw. Package cli
-// adds "interrupted".
+// stoppedError is context.Canceled together with the latest error of the condition of a wait.
+// Package cli adds "interrupted".
 type stoppedError struct{ last error }
 
 func (e *stoppedError) Error() string   { return "stopped waiting: " + e.last.Error() }
@@ -311,7 +311,7 @@ func (s *site) remove(ctx context.Context) error {
 	var err error
 	_ = wait.PollUntilContextCancel(ctx, 200*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		if err = s.Client.List(ctx, &left, client.InNamespace(s.Namespace), client.HasLabels{label}); err != nil {
-			return false, nil //nolint:nilerr // once more
+			return false, nil //nolint:nilerr // try again
 		}
 		mine := 0
 		for i := range left.Items {

@@ -127,8 +127,8 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 }
 
 // withoutUnable leaves out pings between Pods if one of the two is not permitted to send pings, and
-// names that Pod. Its TCP and UDP packets use the same path. Pings that the user requested, and
-// pings to targets that can only be pinged, are kept as unknown.
+// names that Pod in leftOut. TCP and UDP packets still test the same path. Pings that the user
+// requested, and pings to targets that can only be pinged, are kept as unknown.
 func withoutUnable(results []Result, selection Only) (some []Result, leftOut []string) {
 	for _, r := range results {
 		if r.Unable == "" || r.Target != "" || slices.Contains(selection.protocols, ICMP) {

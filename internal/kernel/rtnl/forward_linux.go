@@ -379,7 +379,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 		}
 	}
 	err = c.Flush()
-	if errors.Is(err, unix.EPERM) { // our own tables could be made, so the capability is not missing
+	if errors.Is(err, unix.EPERM) { // we could make our own tables, so CAP_NET_ADMIN is not missing
 		err = errOwned
 	}
 	k.lookForward()

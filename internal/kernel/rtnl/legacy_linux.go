@@ -67,7 +67,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	}
 	t, err := readLegacy()
 	if err != nil {
-		return nil // probably being changed; the next call tries again
+		return nil // another program is probably changing the table; the next call tries again
 	}
 	if !t.drops(pod, remote, "", kernel.OverlayDevice) && !t.drops(remote, pod, kernel.OverlayDevice, "") {
 		return nil

@@ -182,8 +182,8 @@ func (m *memory) commit(present uint32) {
 	}
 }
 
-// commitAge is the time for which a transaction counts as ours. Messages have only 16 bits of the
-// generation, so fewer than 65,536 transactions may happen in that time.
+// commitAge is the time for which a transaction counts as ours. Messages contain only 16 bits of
+// the generation, so this works if fewer than 65,536 transactions happen in that time.
 const commitAge = 10 * time.Second
 
 // committed reports whether a message is about a transaction that we made.

@@ -87,7 +87,7 @@ type Gateway struct {
 
 	listen func() (net.PacketConn, error) // opens the socket on which other gateways send questions
 
-	// agents has the nodes with a route agent's Pod. It is nil if there are no such Pods, because
+	// agents has the nodes with a route agent's Pod. It is nil if there are no such Pods; then
 	// agents may run outside of Pods.
 	agents atomic.Pointer[map[string]bool]
 	// candidate is nil if this replica uses the host network. Then only the Lease decides.
