@@ -230,8 +230,9 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	return nil
 }
 
-// waitError returns the error of a wait that the end of ctx has stopped: an interrupt, or last,
-// which is the latest error of the condition.
+// waitError returns the error of a wait whose ctx has ended. last is the latest error of the
+// condition. After a timeout, waitError returns last. After an interrupt, it returns a stoppedError
+// with last.
 func waitError(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return &stoppedError{last}
