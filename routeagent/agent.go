@@ -253,7 +253,6 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	}
 }
 
-// notify makes the loop compare again.
 func (a *agent) notify() { set(a.wake) }
 
 // handleEvent handles an event of the kernel: the next comparison also probes the paths again.

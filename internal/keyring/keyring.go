@@ -48,7 +48,6 @@ const (
 	FieldOffered     = "offeredKey"    // see Ring.Offered
 )
 
-// nextFields are the fields of the next key.
 var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince, FieldPublished}
 
 // A Ring is the parsed content of the Secret.

@@ -334,7 +334,6 @@ func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
 	}
 }
 
-// beat sends the messages of one beat.
 func (c *Candidate) beat(conn net.PacketConn, key ed25519.PrivateKey) {
 	for _, m := range c.messages(clock(), key) {
 		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // a failed send counts as a lost message

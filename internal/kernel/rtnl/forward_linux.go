@@ -313,7 +313,6 @@ func (k *Kernel) lookForward() bool {
 	return true
 }
 
-// lookLegacy reads the chain of iptables-legacy.
 func (k *Kernel) lookLegacy() {
 	k.legacy = time.Now()
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)

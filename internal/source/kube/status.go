@@ -65,7 +65,6 @@ const (
 	maxMessage = 4096
 )
 
-// statuses writes the status of each TunnelEndpoint.
 func (w *writer) statuses(ctx context.Context, report Report) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := w.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy); err != nil {
