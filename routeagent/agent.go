@@ -8,8 +8,8 @@
 //	                                         netlink events ─┘ (compare again)
 //
 // An agent owns the kernel objects of kernel.RouteAgent in its network namespace, where only one
-// agent runs at a time. The kernel holds the only record of the applied state. Therefore, after an
-// agent is killed, the next one finds everything in place and changes nothing.
+// agent is active at a time. The kernel has the only record of the applied state. After an agent is
+// killed, the next agent finds all objects in place and changes nothing.
 package routeagent
 
 import (
@@ -31,7 +31,7 @@ import (
 
 // Intervals at which the agent compares the kernel's state with the desired state.
 const (
-	compareGap    = 100 * time.Millisecond // minimum between two comparisons: events come in bursts
+	compareGap    = 100 * time.Millisecond // minimum time between two comparisons, because events come in bursts
 	retryInterval = time.Second            // after a failure
 	busyInterval  = 100 * time.Millisecond // while other programs change iptables-legacy, or nftables
 	// limitsInterval is the time between reads of foreign rules, whose changes cause no events.
@@ -41,11 +41,11 @@ const (
 // compareInterval is the time between comparisons if there are no events. Only tests change it.
 var compareInterval = 10 * time.Second
 
-// A Source delivers the complete intent, and the problems of the objects from which it was read:
-// first when all objects are known, and again after every change. The agent sets Self, Allocated,
-// and the fields whose values only an agent on the node can find out. A Source returns when ctx
-// ends, or with an error when it cannot continue. It makes one call of deliver at a time, and never
-// delivers an incomplete intent.
+// A Source calls deliver with the complete intent, and with the problems of the API objects from
+// which it was read: first when all objects have been read, and again after every change. It never
+// delivers an incomplete intent, and its calls of deliver never overlap. The agent sets Self,
+// Allocated, and the fields that only an agent on the node can find out. A Source returns when ctx
+// ends, or with an error when it cannot continue.
 type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
 
 // Options are the options of Run.
@@ -55,22 +55,22 @@ type Options struct {
 	Log            *slog.Logger
 	Version        string
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: not served
-	StatusAddress  string // TCP host:port of /status; empty: none
+	StatusAddress  string // TCP host:port of /status; empty: not served
 	StateDirectory string // directory of the snapshot; empty: the agent keeps no snapshot
-	// ReportNetworks stores for the manager which networks the node reaches without the tunnel. It
+	// ReportNetworks stores which networks the node reaches without the tunnel, for the manager. It
 	// may be nil. It is never called concurrently.
 	ReportNetworks func(context.Context, fabric.NodeNetworks) error
-	// ReportRefused stores the resourceVersion of the NetworkAllocations up to which the node
-	// refuses packets, in addition to the report that ReportNetworks stores. It may be nil. It is
-	// never called concurrently.
+	// ReportRefused adds a resourceVersion to the report that ReportNetworks stored: the node
+	// refuses packets for all networks in NetworkAllocations up to this version. It may be nil. It
+	// is never called concurrently.
 	ReportRefused func(context.Context, int64) error
-	// ReportReady stores for users the reason why the node is not ready; "" means that it is ready.
-	// It may be nil. It is called once a second, and never concurrently.
+	// ReportReady stores the reason why the node is not ready, for users. "" means that the node is
+	// ready. It may be nil. It is called once a second, and never concurrently.
 	ReportReady func(ctx context.Context, problem string) error
 	Voter       Voter  // nil: the node does not vote on which gateway is active
 	Resolvers   string // path of the node's resolv.conf(5)
-	// MetricsSecure protects /metrics and switches all of MetricsAddress to TLS. If it is nil,
-	// anybody may read the metrics.
+	// MetricsSecure protects /metrics, and switches MetricsAddress to TLS. If it is nil, any client
+	// may read the metrics.
 	MetricsSecure *httpserve.Secure
 	Pod           string // UID of the agent's Pod, with which Started finds the agent; empty: none
 }
@@ -89,12 +89,13 @@ type Voter interface {
 // Run applies the source's state to the network namespace of the process until ctx ends, and then
 // returns nil. It leaves the kernel's objects in place, so that no packet for a remote network
 // bypasses the tunnel while no agent runs; Cleanup removes them. Until the source delivers for the
-// first time, the objects of the previous agent stay in force, and Run refuses the networks in the
-// snapshot. After a reboot only the snapshot is left. If the source fails, Run returns its error.
+// first time, the objects of the previous agent stay in force. Run also refuses the networks in the
+// snapshot, which survives a reboot, unlike these objects. If the source fails, Run returns its
+// error.
 //
-// While another agent runs in the namespace, Run only reads from the source. It takes over as soon
-// as that agent ends, so an upgrade leaves no node without an agent. Until then it neither changes
-// the kernel nor listens at an address.
+// While another agent runs in the namespace, Run only reads from the source: it neither changes the
+// kernel nor listens at an address. Run takes over as soon as that agent ends, so an upgrade leaves
+// no node without an agent.
 func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -173,8 +174,8 @@ func Run(ctx context.Context, o Options) error {
 
 // follow calls open, which waits until the agent that already runs in the namespace has ended. If
 // the source fails, follow cancels open and returns the source's error. It also puts the error back
-// into the channel failed, whose buffer has room for it, so that the caller sees the error even if
-// open succeeds at the same moment.
+// into the buffered channel failed, so that the caller gets the error even if open succeeds at the
+// same moment.
 func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})
@@ -207,7 +208,7 @@ type agent struct {
 	metrics *metrics
 
 	wake     chan struct{} // requests a comparison
-	urgent   chan struct{} // skip compareGap: networks or gateways of peers have changed
+	urgent   chan struct{} // requests a comparison without compareGap: networks or gateways of peers have changed
 	moved    chan struct{} // the node's report may have changed
 	refusing chan struct{} // the refused networks may have changed
 	manages  atomic.Bool   // this agent manages the kernel's objects, and no other agent does
@@ -252,7 +253,6 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	}
 }
 
-// notify makes the loop compare again.
 func (a *agent) notify() { set(a.wake) }
 
 // handleEvent handles an event of the kernel: the next comparison also probes the paths again.
@@ -283,7 +283,7 @@ func (a *agent) run(ctx context.Context, l *loop, failed <-chan error) error {
 		case <-timer.C:
 		}
 		select {
-		case <-a.urgent: // the comparison below covers it
+		case <-a.urgent: // the comparison below handles this, too
 		default:
 		}
 		switch {
@@ -320,7 +320,7 @@ func (a *agent) compare(l *loop) bool {
 	a.state = now
 	a.mu.Unlock()
 	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
-		set(a.moved) // the report contains this result, and the first report waits for it
+		set(a.moved) // the report contains this result, and the first report is delayed until there is one
 	}
 	return ok
 }

@@ -10,18 +10,19 @@ import (
 )
 
 // allocations are the networks of peers that an agent refuses. A network stays in the list until
-// each NetworkAllocation that has named it has freed it with a higher revision. An object that is
-// missing, edited or restored from a backup frees nothing, because no peering has ended with it.
+// each NetworkAllocation that has named it has freed it with a higher revision. If an object is
+// missing, edited or restored from a backup, this frees none of its networks, because it does not
+// show that a peering has ended.
 type allocations struct {
-	// known are the networks that objects have named and not freed since, sorted, each with the
+	// known has the networks that objects have named and not freed since, sorted, each with the
 	// highest revision that named it.
 	known    []fabric.Allocation
 	networks []netip.Prefix // the networks in known
 }
 
-// unknownRevision marks a network that a previous agent refused, if no snapshot says which object
-// named it. read replaces it by the highest revision that it finds. Any object can then free the
-// network with a higher revision.
+// unknownRevision is the revision of a network that a previous agent refused, if no snapshot has
+// the object that named the network. The method read replaces it by the highest revision in the
+// current objects. Then any object can free the network with a higher revision.
 const unknownRevision = 0
 
 // hold adds networks that a previous agent refused.
@@ -30,12 +31,12 @@ func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.kno
 func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
-		g.networks = networks // only after a change: callers detect a change by comparing the slices' memory
+		g.networks = networks // assigned only after a change, because callers detect changes by the address of the slice
 	}
 }
 
-// read applies the NetworkAllocations. It returns a Problem if they neither name nor free networks
-// that the agent refuses.
+// read applies the NetworkAllocations. It returns a Problem if the agent refuses networks that
+// these objects neither name nor free.
 func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 	all := slices.Clone(now.Named)
 	var lacking []string

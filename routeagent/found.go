@@ -32,10 +32,10 @@ type pathCache struct {
 }
 
 // underlay returns the devices of the underlay, and the smallest MTU on the paths of outer packets.
-// The devices are the one with the node's address and those by which the node reaches other nodes.
-// The smallest MTU need not be the MTU of the device with the address: a CNI may have its own
-// overlay, and the address may be on lo. The device's MTU is used only if no path is known. If
-// refresh is false and the addresses are the same as before, underlay returns the cached result.
+// The devices are the device with the node's address, and those through which the node reaches
+// other nodes. The MTU of the device with the node's address is used only if no path is known: a
+// CNI may have its own overlay with a smaller MTU, and the address may be on lo. If refresh is
+// false and the addresses have not changed, underlay returns the cached result.
 func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, refresh bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
 	w := &l.paths
@@ -63,9 +63,9 @@ func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, refresh bool) ([]s
 	return w.devices, w.mtu, err
 }
 
-// bridges returns the bridges by which our node reaches gateways' Pods, on this node or another,
-// and those ports of the bridges that lead to other nodes. If refresh is false and the gateways are
-// the same as before, it returns the cached result.
+// bridges returns the bridges through which our node reaches gateways' Pods, on this node or
+// another, and the ports of these bridges that lead to other nodes. If refresh is false and the
+// gateways have not changed, it returns the cached result.
 func (l *loop) bridges(in fabric.NodeIntent, refresh bool) (names, uplinks []string) {
 	w, gateways := &l.paths, in.Senders()
 	if !refresh && slices.Equal(w.gateways, gateways) {
@@ -98,8 +98,8 @@ func (l *loop) refuseNew(refused []netip.Prefix) (added []netip.Prefix, changes 
 	return added, changes, err
 }
 
-// forwards returns an error if the node does not forward packets at all. Only the node's owner or
-// the CNI may change that.
+// forwards returns an error if the node does not forward packets at all. The agent does not change
+// that setting, which belongs to the node's owner or the CNI.
 func forwards() error {
 	b, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 	if err != nil {
@@ -129,13 +129,13 @@ func (l *loop) findDiverted(self string, refresh bool, added []netip.Prefix) []f
 	diverts := func(p netip.Prefix) bool {
 		if p.Addr().Is4() && p.Bits() <= 30 {
 			name, err := l.kernel.DeviceTo(p.Addr().Next(), names)
-			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means that packets are refused
+			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means that the kernel refuses packets to this network
 				l.diverted, l.divertedTo = p, name
 			}
 		}
 		return l.diverted.IsValid()
 	}
-	if refresh { // continue after the last network of the previous call, or at the network that was found then
+	if refresh { // continue where the previous call stopped
 		first, _ := refused(l.nextLookup)
 		for i := range min(manyNetworks, len(l.decided.refused)) {
 			p := l.decided.refused[(first+i)%len(l.decided.refused)]
@@ -159,7 +159,7 @@ func (l *loop) findDiverted(self string, refresh bool, added []netip.Prefix) []f
 		l.diverted, l.divertedTo, kernel.RefuseRulePriority)}}
 }
 
-// nowhere is an address to which only the default route leads (TEST-NET-1, RFC 5737).
+// nowhere is an address that only the default route should match (TEST-NET-1, RFC 5737).
 var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
 // reach caches whether other nodes can reach a gateway's Pod on this node.
@@ -169,8 +169,9 @@ type reach struct {
 	limits    []kernel.Limit
 }
 
-// limits returns the restrictions that rules of other programs cause. Without peers there are none.
-// It returns the cached result unless refresh is true or something else requires a new probe.
+// limits returns the restrictions that rules of other programs cause. If there are no peers, there
+// are no restrictions. It returns the cached result unless refresh is true, an input has changed,
+// or no pod of another node is known.
 func (l *loop) limits(node kernel.State, in fabric.NodeIntent, refresh bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		l.reach = reach{}
@@ -183,9 +184,9 @@ func (l *loop) limits(node kernel.State, in fabric.NodeIntent, refresh bool) []k
 	return append(l.kernel.Limits(node.SourceNAT[0], refresh), l.reach.limits...)
 }
 
-// withFiles updates the Limits about the node's own files, the snapshot and its votes. Traffic does
-// not depend on these files: the snapshot is for a boot without an API server, and a gateway needs
-// the votes of most nodes, not of all.
+// withFiles updates the Limits about the node's snapshot and the node's vote. Traffic does not
+// depend on these: the snapshot is for a boot without an API server, and a gateway needs only the
+// votes of most nodes.
 func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
 		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote
@@ -212,7 +213,7 @@ func (l *loop) outOfReach(remotePod netip.Addr, in fabric.NodeIntent) []kernel.L
 	}
 	name, kind, err := l.kernel.KindTo(remotePod)
 	if out, _, unknown := l.kernel.KindTo(nowhere); unknown == nil && out == name {
-		return nil // only the default route leads to it, so no pod has the address
+		return nil // only the default route matches, so no pod has the address
 	}
 	if uplinks, unknown := l.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
 		return nil

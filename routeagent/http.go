@@ -32,7 +32,7 @@ type Status struct {
 	Ready    bool      `json:"ready"`            // the state is applied and the overlay works
 	Error    string    `json:"error,omitempty"`  // reason why the node is not ready
 	Applied  time.Time `json:"applied,omitzero"` // when the state was last applied completely
-	Problems []string  `json:"problems"`         // refused objects; features that foreign rules break
+	Problems []string  `json:"problems"`         // invalid objects, and features that foreign rules break
 	Commands string    `json:"commands"`         // the desired state as commands, one per line
 
 	// Dropped is how many packets the packet filter of the node has dropped, by reason
@@ -69,7 +69,7 @@ func (a *agent) status() Status {
 	}
 	if o := a.lastOverlay(); o.Gateway.IsValid() {
 		s.Overlay = &o
-		if !o.Broken && o.Back.Broken { // not a failure of the node: the peers may be at fault
+		if !o.Broken && o.Back.Broken { // not a failure of the node, because the peers may be the cause
 			s.Problems = append(s.Problems, o.problem())
 		}
 	}
@@ -80,7 +80,7 @@ func (a *agent) status() Status {
 	for _, l := range now.limits {
 		s.Problems = append(s.Problems, l.Reason+": "+l.Message)
 	}
-	if report.err != nil { // the node stays ready, because traffic does not depend on the report
+	if report.err != nil { // only a problem, because traffic does not depend on the report
 		s.Problems = append(s.Problems, kubeerr.Plain("the API server", report.err).Error())
 	}
 	var err error
@@ -96,7 +96,7 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
 	scrape := promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})
 	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(scrape))
-	status.Handle("GET /metrics", scrape) // without a token, because clients of the status may read the metrics anyway
+	status.Handle("GET /metrics", scrape) // without a token, because any client of this address may read the metrics
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	metrics.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := a.ready(); err != nil {
@@ -109,7 +109,7 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 		w.Header().Set("Content-Type", "application/json")
 		e := json.NewEncoder(w)
 		e.SetIndent("", "  ")
-		_ = e.Encode(a.status()) // an error means that the client is gone
+		_ = e.Encode(a.status()) // fails only if the client has closed the connection
 	})
 
 	s := httpserve.New(a.log)
@@ -127,7 +127,8 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// startedSocket returns the name of the socket at which the agent of a Pod answers Started.
+// startedSocket returns the name of the abstract Unix socket at which the agent of a Pod answers
+// Started.
 func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
 
 // serveStarted answers Started until the result is closed.
@@ -146,15 +147,15 @@ func (a *agent) serveStarted() (*httpserve.Servers, error) {
 		fmt.Fprintln(w, "ok")
 	}))
 	if err != nil {
-		return nil, fmt.Errorf("socket of the Pod's start: %w", err)
+		return nil, fmt.Errorf("socket for the Pod's startup probe: %w", err)
 	}
 	s.Serve()
 	return s, nil
 }
 
-// canFollow returns the reason why this agent could not take over, or nil. It changes nothing in
-// the kernel, so it misses reasons that only a change would show. As soon as this agent reports
-// that it has started, Kubernetes stops the running agent.
+// canFollow returns the reason why this agent could not take over from the running agent, or nil.
+// It does not change the kernel, so it misses reasons that only a change would show. As soon as
+// this agent reports that it has started, Kubernetes stops the running agent.
 func (a *agent) canFollow() error {
 	a.mu.Lock()
 	var in fabric.NodeIntent
@@ -171,7 +172,7 @@ func (a *agent) canFollow() error {
 		return fmt.Errorf("this agent does not find its Node, %q", in.Self)
 	}
 	if a.opts.StateDirectory != "" {
-		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // the next snapshot repairs any other error
+		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // writing the next snapshot repairs any other error
 			return fmt.Errorf("this agent is not allowed to read the state directory: %w", err)
 		}
 	}
@@ -182,15 +183,15 @@ func (a *agent) canFollow() error {
 	return nil
 }
 
-// Started returns nil if the agent of a Pod in this network namespace runs, or is ready to take
-// over from the running one: it has its configuration, and could read the kernel's state. It is for
-// startup probes. These cannot use /readyz: during an upgrade the older of two agents still serves
-// it.
+// Started returns nil if the agent of a Pod in this network namespace is active, or is ready to
+// take over from the active agent: it has its configuration, and could read the kernel's state.
+// Started is for startup probes. During an upgrade, these cannot use /readyz, which the older agent
+// still serves.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("$POD_UID is not set; want the UID of this Pod")
 	}
-	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // on this thread, whose network namespace it uses
+	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // in the network namespace of this thread
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,7 @@ type loop struct {
 	opts              Options
 	log               *slog.Logger
 	kernel            *rtnl.Kernel
-	onRefused         func(refused int64) // reports that the node refuses packets up to this resourceVersion
+	onRefused         func(refused int64) // called when the node refuses the networks of NetworkAllocations up to this resourceVersion
 	requestComparison func()
 
 	last        state       // of the last comparison
@@ -39,7 +39,7 @@ type loop struct {
 type wanted struct {
 	intent   *fabric.NodeIntent // nil: not delivered yet
 	revision int                // of intent, from 1
-	broken   []fabric.Problem   // problems of reading the intent
+	broken   []fabric.Problem   // problems of the API objects of the intent
 	hops     []fabric.NodeRoute // routes of the node via other hosts
 }
 
@@ -47,27 +47,28 @@ type wanted struct {
 type state struct {
 	revision int // revision of the applied intent; 0: none yet
 	node     kernel.State
-	refused  int64 // the node refuses networks up to this resourceVersion of NetworkAllocations; 0: not known
+	refused  int64 // the node refuses the networks of NetworkAllocations up to this resourceVersion; 0: unknown
 	problems []fabric.Problem
 	limits   []kernel.Limit
 	err      error
 	applied  time.Time // when err was last nil
 }
 
-// decided caches the values read from an intent, and the state computed for it. It stays valid
-// until the intent or the agent's findings about its node change.
+// decided caches the state computed for an intent, and values on which it depends. The cache is
+// valid until the intent or the agent's findings about its node change.
 type decided struct {
 	revision int
 	intent   fabric.NodeIntent // without the agent's findings about its node
 	refused  []netip.Prefix    // all networks of peers
 	held     []fabric.Problem  // problems of the NetworkAllocations
 
-	from     *fabric.NodeIntent // the intent, with the agent's findings, for which the state was computed last; nil: none yet
+	from     *fabric.NodeIntent // complete intent for which the state was last computed; nil: none yet
 	node     kernel.State
 	problems []fabric.Problem
 }
 
-// read prepares an intent. It does nothing if that revision has been read already.
+// read takes the allocations and refused networks from an intent. It does nothing if this revision
+// of the intent has been read already.
 func (l *loop) read(in fabric.NodeIntent, revision int) {
 	if l.decided.revision == revision {
 		return
@@ -100,8 +101,8 @@ func (l *loop) decide(in fabric.NodeIntent) {
 func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) {
 	before := l.last
 	now := state{revision: want.revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
-	// Do not probe again only because the intent is new. Foreign routes change without an event to
-	// which we subscribe, so probe from time to time.
+	// A new intent alone needs no new probe. Probe also from time to time, because changes of some
+	// foreign routes and rules cause no event.
 	refresh := events || time.Since(l.probed) > limitsInterval || before.err != nil
 	if refresh {
 		l.probed = time.Now()
@@ -110,8 +111,8 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 	in := l.decided.intent
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
 	if self < 0 {
-		// Either the Node is being recreated, or --node-name is wrong. In both cases the existing
-		// routes must stay.
+		// Our Node is missing: it is being recreated, or --node-name is wrong. In both cases, the
+		// existing routes must stay.
 		refusing, _ := fabric.NodeFor(in)
 		changes, _ = l.kernel.Add(refusing)
 		now.err = fmt.Errorf("no Node is called %q; want the name of the Node on which the agent runs", in.Self)
@@ -127,11 +128,11 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		now.node, now.problems = l.decided.node, slices.Clone(l.decided.problems)
 		added, first, failed := l.refuseNew(l.decided.refused)
 		if failed == nil {
-			if len(added) > 0 { // save them before peers rely on the refusal: the node may boot without an API server
+			if len(added) > 0 { // save the networks before peers rely on the refusal, because the node may boot without an API server
 				_ = l.save(l.decided.refused) // saved again below if this fails
 			}
 			now.refused = in.Version
-			l.onRefused(now.refused) // early, because peers wait for this report and not for the rest
+			l.onRefused(now.refused) // early, because peers wait only for this report
 		}
 		changes, err = l.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)

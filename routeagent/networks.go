@@ -21,16 +21,15 @@ import (
 const (
 	lookTogether   = 200 * time.Millisecond // after an event, because more events may follow
 	lookInterval   = 30 * time.Second       // without an event: changes of DNS servers cause no events
-	reportInterval = time.Hour              // somebody may have deleted the report
+	reportInterval = time.Hour              // even without a change, because the report may have been deleted
 	maxReportPause = time.Minute            // the longest pause after a failure
 	reportTimeout  = 30 * time.Second
-	// reportSpread times the number of nodes is the maximum delay of a report. If all nodes change
-	// at the same time, for example because a Service has a new address, the delay spreads their
-	// reports over time.
+	// reportSpread times the number of nodes is the maximum random delay of a report. If the
+	// networks of all nodes change at the same time, the delay spreads their reports over time.
 	reportSpread = 2 * time.Millisecond
-	// lookGap is the minimum time between two reads. With a million routes a read takes seconds.
-	// The pause is therefore at least lookShare times as long as the read, so that reading costs at
-	// most a fiftieth of a CPU.
+	// lookGap is the minimum pause between two reads. With a million routes, a read takes seconds.
+	// Therefore the pause is also at least lookShare times as long as the read, so that reads use
+	// at most a fiftieth of a CPU.
 	lookGap   = 2 * time.Second
 	lookShare = 50
 	// refusedSpread is reportSpread for ReportRefused. It is short, because peers wait for the last
@@ -54,10 +53,10 @@ type reporter struct {
 }
 
 // reportNetworks reports the networks that the node reaches without the tunnel, until ctx ends. It
-// hardly ever writes unless something changes, because there may be 5,000 nodes.
+// writes only after changes and once per reportInterval, because there may be thousands of nodes.
 func (a *agent) reportNetworks(ctx context.Context) {
 	t := &reporter{agent: a}
-	pause := lookGap // after a failure
+	pause := lookGap // the pause after the next failure
 	timer := time.NewTimer(lookInterval)
 	defer timer.Stop()
 	for {
@@ -97,7 +96,7 @@ func (t *reporter) readAndReport(ctx context.Context) (wait time.Duration, probl
 	}
 	begin := time.Now()
 	if state := t.current(); state.revision == 0 {
-		return 0, nil, nil // the refused networks are not known yet; the first comparison requests another call
+		return 0, nil, nil // the refused networks are not known yet; the first comparison triggers another call
 	}
 	now, problems, err := t.gather(own)
 	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
@@ -233,8 +232,7 @@ func (a *agent) gather(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Proble
 }
 
 // setRoutes stores the node's routes via other hosts for the next comparison. If they have changed,
-// it requests a comparison, unless all gateways are Pods. Then only the gateways need the routes,
-// and they read them from the report.
+// it requests a comparison, unless all gateways are Pods, which read the routes from the report.
 func (a *agent) setRoutes(routes []fabric.NodeRoute) {
 	a.mu.Lock()
 	changed := !slices.Equal(a.hops, routes)

@@ -22,9 +22,8 @@ var (
 )
 
 // OverlayStatus is the result of probing the path to a gateway through the overlay, see package
-// overlay. The probe is a datagram to a peer's network with a TTL of one hop. It takes the path of
-// all packets for peers, including rules and routes. It ends in the gateway's network, so it never
-// reaches a tunnel.
+// overlay. The probe is a datagram to a peer's network with a TTL of one hop. The same rules and
+// routes apply to it as to all packets for peers. It ends at the gateway, before the tunnel.
 type OverlayStatus struct {
 	Gateway netip.Addr `json:"gateway"`
 	overlay.State
@@ -53,8 +52,8 @@ func (s OverlayStatus) problem() string {
 		s.Gateway, s.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 }
 
-// probeTarget returns the gateway to probe, and an IPv4 address of a peer behind that gateway. nth
-// selects the peer.
+// probeTarget returns the gateway to probe, and an IPv4 address of the nth peer behind that
+// gateway.
 func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok bool) {
 	var remotes []netip.Addr
 	if gateway = in.Gateway; gateway.Is4() {
@@ -83,17 +82,17 @@ type backProbe struct {
 	received, sent uint64 // packets of the overlay device at the last call of suspects
 	own            uint64 // our own datagrams since that call
 
-	// answering holds addresses of peers whose gateways have answered, the most recent last. A missing
-	// answer is no evidence if the peer never answered (Liqo's gateway need not) or is offline, so
-	// several peers are probed.
+	// answering has addresses of peers whose gateways have answered, the most recent last. Only a
+	// peer that has answered before can give evidence by silence, because Liqo's gateway need not
+	// answer. Several peers are probed, because one may be offline.
 	answering []netip.Addr
 }
 
 // backPeers is the maximum length of answering, and of one round of probes.
 const backPeers = 8
 
-// targets returns the peers to probe. If the path may be broken, these are the peers that have
-// answered before. Otherwise it is remote, unless that peer has answered already.
+// targets returns the peers to probe. If suspected is true, these are the peers that have answered
+// before. Otherwise it is only the peer remote, or none if that peer has answered already.
 func (p *backProbe) targets(suspected bool, remote netip.Addr) []netip.Addr {
 	switch {
 	case suspected:
@@ -110,17 +109,17 @@ func (p *backProbe) answered(remote netip.Addr) {
 	p.answering = p.answering[max(0, len(p.answering)-backPeers):]
 }
 
-// suspects reports whether, since its last call, pods have sent packets but none has come back
-// through the overlay, although some had before. Only one-way traffic or a fault explains that.
+// suspects reports whether, since its last call, pods have sent packets and no packet has come back
+// through the overlay, although packets came back before. The cause is one-way traffic or a fault.
 func (p *backProbe) suspects(received, sent uint64) bool {
 	silent := received == p.received && received > 0 && sent > p.sent+p.own
 	p.received, p.sent, p.own = received, sent, 0
 	return silent
 }
 
-// probe sends each peer two datagrams that expire at the peer's gateway: one with TTL 2, because
-// our gateway is one hop if it is a Pod, and one with TTL 3, because it is two hops if it is on a
-// host's network. probe reports whether any answer came through the overlay.
+// probe sends each peer two datagrams, one of which expires at the peer's gateway: the one with TTL
+// 2 if our gateway is a Pod, which is one hop, or the one with TTL 3 if our gateway uses the host
+// network, which is two hops. probe reports whether any answer came through the overlay.
 func (p *backProbe) probe(ctx context.Context, remotes []netip.Addr, device int) (answered bool) {
 	all := slices.Clone(remotes)
 	byPeer := make([]bool, len(all))
@@ -147,7 +146,7 @@ func (p *backProbe) probe(ctx context.Context, remotes []netip.Addr, device int)
 func (a *agent) probeOverlay(ctx context.Context) {
 	var p OverlayStatus
 	var back backProbe
-	nth := 0 // number of the peer to probe
+	nth := 0 // number of the next peer to probe
 	for wait := rand.N(probeAgain); sleep(ctx, wait); {
 		wait = probeInterval/2 + rand.N(probeInterval)
 		var gateway, remote netip.Addr
@@ -167,8 +166,8 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			p.Take(began, answer != overlay.NoAnswer, control)
 			back.own++
 			arrives := true
-			// Any other answer means that the gateway has no tunnel to that peer, so no answer
-			// would come back.
+			// Any other answer shows that our gateway has no tunnel to that peer, so the peer
+			// cannot answer.
 			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.Expired {
 				more := received != back.received
 				suspected := back.suspects(received, sent) || p.Back.Doubted() && !more

@@ -27,7 +27,7 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	for _, o := range changes {
 		if drift {
 			a.log.Warn("repaired a kernel object", "command", o.Command(""))
-		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // checked first, because the text of a filter has all networks
+		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // checked here, because the text of a filter with all networks is expensive
 			a.log.Debug("changed a kernel object", "command", o.Command(""))
 		}
 	}

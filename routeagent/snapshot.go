@@ -16,9 +16,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
-// A snapshot is the state that an agent needs before it reaches an API server. After a reboot the
-// kernel has none of our objects, and a packet for a remote network would leave by the default
-// route.
+// A snapshot is the state on disk that an agent needs until it reaches an API server. After a
+// reboot, the kernel has none of our objects, so without a snapshot, packets for remote networks
+// would leave by the default route.
 type snapshot struct {
 	Version int                 `json:"version"`
 	Refused []fabric.Allocation `json:"refused"` // the networks of peers, with the NetworkAllocations that named them
@@ -56,8 +56,8 @@ func readSnapshot(directory string) (*snapshot, error) {
 // restore refuses the networks in the snapshot, before the agent knows anything else. It only adds
 // networks: objects of a previous agent stay, including refused networks that the snapshot lacks.
 // The function refused returns the networks that the kernel refuses. If refused fails, the agent
-// must not compare, because a comparison would remove these networks. An unreadable snapshot is an
-// error of the node until the first comparison, which writes a new one.
+// must not compare, because a comparison would remove these networks. If the snapshot is
+// unreadable, the node has this error until the first comparison, which writes a new snapshot.
 func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	l.recall()
 	left, err := refused()
@@ -103,7 +103,7 @@ func networksOf(list []fabric.Allocation) []netip.Prefix {
 	return slices.Compact(networks)
 }
 
-// unexplained returns allocations for networks that no known object names.
+// unexplained returns allocations for networks whose objects are unknown.
 func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	for _, p := range all {
 		known = append(known, fabric.Allocation{Network: p, Revision: unknownRevision})
@@ -136,8 +136,8 @@ func (l *loop) save(refused []netip.Prefix) error {
 	return nil
 }
 
-// cleanupPatience is the time for which Cleanup tries again while other programs change
-// iptables-legacy.
+// cleanupPatience is the maximum time for which Cleanup repeats its attempts while other programs
+// change iptables-legacy.
 const cleanupPatience = 30 * time.Second
 
 // Cleanup removes all kernel objects of route agents in the network namespace of the process, and

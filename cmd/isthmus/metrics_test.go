@@ -209,7 +209,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			}{
 				{"the scraper", scraper, http.StatusOK, c.series},
 				{"nobody", "", http.StatusUnauthorized, "want a bearer token"},
-				{"a wrong token", "wrong", http.StatusUnauthorized, "does not know this token"},
+				{"a wrong token", "wrong", http.StatusUnauthorized, "does not accept this token"},
 				{"a token without the right", stranger, http.StatusForbidden, "may not get /metrics"},
 			} {
 				s.eventually(c.args[0]+" to "+want.who, func() error {

@@ -32,8 +32,8 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 		}
 	}
 	if countKeys(have, keys, key) != len(old) || countKeys(want, keys, key) != len(wanted) {
-		// An element outside old and wanted has the same key as an element in them, so all elements
-		// must be compared.
+		// A further element of have or want has the same key as an element of old or wanted, so all
+		// elements must be compared.
 		return compareAll(have, want, key)
 	}
 	return compareAll(old, wanted, key)

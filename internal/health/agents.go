@@ -17,7 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// AgentHops returns a hop for the nodes if some are not ready, and a hop for the agents.
+// AgentHops returns a hop for the agents, and before it a hop for the nodes if some nodes are not
+// ready.
 func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) {
 	hop := Hop{Cluster: cluster, Name: HopAgents, Source: source}
 	if len(a.Unready) > 0 {
@@ -77,8 +78,8 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, safetext.FirstFew(texts, "; ")
 }
 
-// pastTheNode is a problem that no agent can detect, because the packets never enter the node's
-// kernel.
+// pastTheNode is the problem of nodes whose pods' packets bypass the node's kernel, so that no
+// agent can detect it.
 var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes uses shared gateways: packets from pods to peers bypass the node's kernel and leave in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 
@@ -92,8 +93,8 @@ func sharedGateway(n *corev1.Node) bool {
 	return err == nil && networks["default"].Mode == "shared"
 }
 
-// Severity returns 0 for a node problem that prevents packets from arriving, and 1 for any
-// other.
+// Severity returns 0 for a node problem that prevents packets from arriving, and 1 for any other
+// problem.
 func Severity(p isthmus.NodeProblem) int {
 	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway || p == pastTheNode {
 		return 0
@@ -105,10 +106,10 @@ func Severity(p isthmus.NodeProblem) int {
 type Agents struct {
 	Nodes     int      // ready nodes that accept an agent
 	lacking   int      // number of Nodes without a working agent
-	Unreached int      // number of Nodes whose agent runs but does not work, perhaps because it cannot reach the gateway
+	Unreached int      // number of Nodes whose agent runs but is not ready, perhaps because it cannot reach the gateway
 	Missing   []string // descriptions of the nodes in lacking and Unreached
 	Unready   []string // descriptions of the nodes that are not ready
-	unwanted  []string // names of nodes on which the DaemonSet wants no agent, and none runs
+	unwanted  []string // names of nodes without an agent on which the DaemonSet wants none
 	versions  []string // images of the agents
 }
 
@@ -148,8 +149,8 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, known bool) {
 	return more, known
 }
 
-// AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes get
-// an agent. If the status of the DaemonSet is unknown, every node should have an agent.
+// AgentsOf finds the agent of each node. Labels and taints determine on which nodes the DaemonSet
+// wants an agent. If the status of the DaemonSet is unknown, every node should have an agent.
 func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a Agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)

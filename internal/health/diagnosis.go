@@ -27,7 +27,7 @@ type Diagnosis struct {
 	At time.Time `json:"at"`
 }
 
-// Fine reports whether every checked hop works, even if with limits.
+// Fine reports whether every checked hop works, with or without limits.
 func (d *Diagnosis) Fine() bool {
 	return !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.State != Works && h.State != Limited })
 }
@@ -84,8 +84,8 @@ func Between(a, b *Side) []Hop {
 						continue
 					}
 					stuck := (broken(other, HopManager) || len(other.Peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, HopGateway) && step == isthmus.ConditionConnected
-					// If the other side cannot publish, its networks are missing here. If the
-					// other side has removed the tunnel, the tunnel is silent here.
+					// If the other side cannot publish its networks, this side lacks them. If the
+					// other side has removed the tunnel, this side receives nothing.
 					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && notWorking(all, other.Cluster, isthmus.ConditionPublished) ||
 						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && notWorking(all, other.Cluster, isthmus.ConditionPeerConfig)
 					stuck = stuck || other.setupBroken() && slices.Contains(followsSetup, h.Reason)
@@ -102,23 +102,23 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// notWorking reports whether a hop of a Peering is broken or waits. cluster and step name the hop's
-// cluster and the condition from which the hop was made.
+// notWorking reports whether the hop of a Peering with this cluster and step is broken or waits.
+// step is the condition from which the hop was made.
 func notWorking(hops []Hop, cluster, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == cluster && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
 	})
 }
 
-// explained reports whether a broken hop already shows the fault. The hop of the condition Ready
-// would only repeat it.
+// explained reports whether a broken hop already shows the fault, which the hop of the condition
+// Ready would only repeat.
 func explained(hops []Hop) bool {
 	first := FirstBroken(hops)
 	return first != nil && !ranksLast(first)
 }
 
-// blameOne keeps only one hop of a tunnel broken, and makes the other broken one wait, because both
-// sides show the same fault. The hop that FirstBroken returns stays broken.
+// blameOne handles a tunnel whose hops are broken on both sides, which show the same fault. The hop
+// that FirstBroken returns stays broken, and blameOne makes the other hop wait.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop

@@ -16,7 +16,7 @@ import (
 
 // A Holder is the holder of a Lease, or the reason why there is none.
 type Holder struct {
-	Name  string       `json:"name,omitempty"`  // empty: nobody holds the Lease
+	Name  string       `json:"name,omitempty"`  // empty: the Lease has no holder
 	Epoch int32        `json:"epoch,omitempty"` // increases with each new holder
 	Since *metav1.Time `json:"since,omitempty"` // when the holder acquired the Lease; nil: there is no holder, or the time is unknown
 	// Takeover is the reason why the active gateway became active. It is nil if the holder is a
@@ -30,9 +30,9 @@ type Holder struct {
 	Ahead  time.Duration `json:"-"` // how far the holder's clock is ahead of the API server's; 0: unknown
 }
 
-// EndWithPod clears a holder whose Pod has no running container: its Lease stays valid for some
-// seconds, but nobody renews it. A holder's name is the name of its Pod, to which electors of
-// client-go append an underscore and a suffix. hasPod states that every holder of this Lease runs
+// EndWithPod clears a holder whose Pod has no running container. Its Lease stays valid for some
+// seconds, but is no longer renewed. A holder's name is the name of its Pod, to which electors of
+// client-go append an underscore and a suffix. If hasPod is true, every holder of this Lease runs
 // in a Pod, so a missing Pod clears the holder, too.
 func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	name, _, _ := strings.Cut(h.Name, "_")
@@ -58,10 +58,10 @@ func ended(p *corev1.Pod) bool {
 		!slices.ContainsFunc(p.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
 }
 
-// HolderOf returns the holder of a Lease at the time now. It counts from the time at which the API
-// server received the last renewal, if that is known, because the holder's clock may be wrong. If
-// exact is true, now is a time of the API server's clock, and the Lease ends after its stated
-// duration. If exact is false, the Lease ends half a minute later, because the clocks may differ.
+// HolderOf returns the holder of a Lease at the time now. The duration of the Lease begins when the
+// API server received the last renewal, if that time is known, because the holder's clock may be
+// wrong. If exact is true, now is a time of the API server's clock. If exact is false, the Lease
+// ends maxClockDifference later than it states, because the clocks may differ.
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
@@ -98,18 +98,17 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	return h
 }
 
-// maxClockDifference is the difference between a clock and the API server's clock that this package
-// tolerates. It also covers a slow API server, which receives a renewal seconds after the time in
-// it.
+// maxClockDifference is the tolerated difference between a clock and the API server's clock. It
+// includes the delay of a slow API server, which may receive a renewal seconds after it was sent.
 const maxClockDifference = 30 * time.Second
 
 // SecondsOff is the uncertainty of the difference between two clocks. The API server returns
 // whole seconds, and a request takes time.
 const SecondsOff = 2 * time.Second
 
-// byServer converts t to the API server's clock. The clock from which t was read is ahead of the
-// API server's clock by the duration ahead. For a time in the future, byServer returns zero, which
-// means unknown.
+// byServer converts t to the API server's clock. ahead is the time by which the clock that showed t
+// is ahead of the API server's clock. If the result would be in the future, byServer returns zero,
+// which means unknown.
 func byServer(t metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	if ahead.Abs() > SecondsOff && !t.IsZero() {
 		t.Time = t.Add(-ahead)
@@ -154,8 +153,9 @@ func renewalTime(l *coordinationv1.Lease) (renewed time.Time, known bool) {
 	return renewed, known
 }
 
-// CheckClocks compares the times that manager, gateway and kubelets write into their Leases
-// with the times at which the API server received them. It returns false if no clock differs.
+// CheckClocks compares the times that manager, gateway and kubelets write into their Leases with
+// the times at which the API server received them. It returns false if no clock differs from the
+// API server's clock.
 func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv1.Lease) (Hop, bool) {
 	hop := Hop{Cluster: cluster, Name: HopClocks, State: Limited, Source: "Leases"}
 	var wrong []string

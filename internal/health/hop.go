@@ -1,6 +1,6 @@
-// Package health evaluates the state of a cluster and its peerings, and finds what to repair
-// first. Its input is the data that package inspect has read. Its output is hops, each with a
-// state, a reason and a remedy. It accesses neither an API server nor a clock.
+// Package health evaluates the state of a cluster and its peerings, and finds the fault to repair
+// first. Its input is the data that package inspect has read. Its output is a list of hops, each
+// with a state, a reason and a remedy. It accesses neither an API server nor a clock.
 //
 //	Components, Holder, Nodes, Peerings ─► Hops ─► FirstBroken
 //	Hops of both sides ─► Between ─► Diagnosis
@@ -26,7 +26,7 @@ const (
 	Works   HopState = "works"
 	Broken  HopState = "broken"
 	Waits   HopState = "waits"   // an earlier hop is broken
-	Unknown HopState = "unknown" // nothing shows the state, or reading it is forbidden
+	Unknown HopState = "unknown" // no object shows the state, or reading it is forbidden
 	// Limited means that the hop works, but not fully. Later hops do not wait for it.
 	Limited HopState = "limited"
 )
@@ -41,13 +41,13 @@ type Hop struct {
 	Reason  string   `json:"reason,omitempty"` // reason of the condition from which the hop was made
 	// Text describes the state and, if it is broken, the remedy.
 	Text string `json:"text"`
-	// Source is the place where the state was read. Since is the time at which its reporter noticed
-	// the state, or nil if that is unknown.
+	// Source is the object from which the state was read. Since is when the author of that object
+	// noticed the state, or nil if the time is unknown.
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
-	// FollowsGateway marks a failure that the lack of an active gateway would explain: a
-	// failure of the path to the gateway, or of agents that run and are not ready.
+	// FollowsGateway is true for a failure that the lack of an active gateway could explain: a
+	// failure of the path to the gateway, or of agents that run but are not ready.
 	FollowsGateway bool `json:"-"`
 }
 
@@ -91,7 +91,7 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	switch {
 	case h.Name != "":
 		hop.Text = safetext.Of(h.Name) + " is active"
-	case h.Absent && name == HopGateway: // the gateway is configured by files, or belongs to another program
+	case h.Absent && name == HopGateway: // the gateway is configured by files, or another program is the gateway
 		hop.State, hop.Text = Unknown, h.Problem+", so no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
@@ -178,7 +178,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, clusterHops []Hop) (hops []
 					continue
 				}
 			case condition.Status == metav1.ConditionTrue:
-			case lacking && step != isthmus.ConditionReady: // Ready has the reason; the faults of other conditions may follow from it
+			case lacking && step != isthmus.ConditionReady: // only Ready has the cause; the faults of other conditions may be its consequences
 				hop.State = Waits
 			case step == isthmus.ConditionReady && broken: // Ready only repeats an earlier condition
 				continue
@@ -189,7 +189,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, clusterHops []Hop) (hops []
 				}
 			case refused && step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, condition.Reason):
 				hop.State = Waits
-			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same fault as NotPeered, in other words
+			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same fault as NotPeered
 				hop.State = Waits
 			default:
 				hop.State, broken = Broken, true
@@ -202,9 +202,9 @@ func PeeringHops(cluster string, p *isthmus.Peering, clusterHops []Hop) (hops []
 	return hops
 }
 
-// FirstBroken returns the broken hop to repair first, or nil. Of the two sides of a tunnel it
-// returns the one with the more specific reason. A fault of single nodes, or of names, comes
-// last, because no other hop depends on it.
+// FirstBroken returns the broken hop to repair first, or nil. Of the two hops of a tunnel, it
+// returns the hop with the more specific reason. Faults of single nodes and faults of names come
+// last, because no other hop depends on them.
 func FirstBroken(hops []Hop) *Hop {
 	var first *Hop
 	for i := range hops {

@@ -25,25 +25,26 @@ type Components struct {
 	Services []string                          // names of the Services by which peers reach the gateway; nil if listing them is forbidden
 	Events   map[string]string                 // Pod → its latest warning
 	Broken   map[string]*isthmus.BrokenOverlay // node → its agent's report of a broken overlay
-	Refuses  map[string]string                 // node → the problem that makes it drop packets of pods
+	Refuses  map[string]string                 // node → the problem because of which it drops packets of pods
 }
 
 // maxEventAge is the maximum age of an Event that is shown as the reason why a Pod is not
 // ready. Components repeat their Events every ten minutes.
 const maxEventAge = 12 * time.Minute
 
-// readyLag is the time after a Pod's own Event within which the kubelet may notice that the Pod
-// is not ready.
+// readyLag is the maximum time from a Pod's own Event until the kubelet notices that the Pod is not
+// ready.
 const readyLag = 2 * time.Minute
 
 // unrelated are reasons of Events that cannot explain why a Pod is not ready.
 var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
 
-// LastWarnings returns the latest warning about each Pod that still applies. It skips old warnings,
-// warnings from before the Pod was ready, and warnings that their reporter has revoked by an Event
-// in revocations. A warning of our own components takes precedence over those of a kubelet, which
-// only repeat that the Pod is not ready. now is a time of the API server's clock; it determines the
-// age of an Event. Events of one Pod are compared by the clock of its node, which sets their times.
+// LastWarnings returns the latest warning about each Pod that still applies. It skips warnings that
+// are older than maxEventAge, warnings from before the Pod's condition Ready last changed (less
+// readyLag), and warnings that a later Event in revocations revokes. A warning of our own
+// components takes precedence over a warning of the kubelet, which would only repeat that the Pod
+// is not ready. The age of an Event is the difference to now, a time of the API server's clock. The
+// times of all Events of one Pod come from the clock of its node, so they can be compared.
 func LastWarnings(warnings, revocations []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
@@ -78,7 +79,7 @@ func LastWarnings(warnings, revocations []corev1.Event, pods []corev1.Pod, now t
 	return texts
 }
 
-// AgentsLag is the time within which an agent notices that packets return to its node again, or
+// AgentsLag is the maximum time until an agent notices that packets return to its node again, or
 // that a gateway is active again.
 const AgentsLag = 20 * time.Second
 
@@ -103,8 +104,8 @@ func eventTime(e *corev1.Event) time.Time {
 	return at
 }
 
-// problem returns the reason why a Pod does not work, with the Pod's own message, or "" if the Pod
-// works.
+// problem returns the reason why a Pod does not work, with the message of its last Event, or "" if
+// the Pod works.
 func (f Components) problem(p *corev1.Pod) string {
 	why := PodProblem(p)
 	if event := f.Events[p.Name]; why != "" && event != "" {
@@ -210,8 +211,8 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 const ReasonNoStandby = "NoStandby"
 
 // NoStandby returns the reason why no gateway Pod can take over from the active one. It returns ""
-// if one can, or if only one gateway is wanted. wanted is the number of wanted Pods. If it is -1,
-// it is unknown, and NoStandby uses the number of existing Pods.
+// if a Pod can take over, or if only one gateway is wanted. wanted is the number of wanted Pods. If
+// wanted is -1, the number is unknown, and NoStandby uses the number of existing Pods.
 func (f Components) NoStandby(active string, wanted int) string {
 	gateways := f.Gateways()
 	if wanted < 0 {
@@ -372,7 +373,7 @@ func pendingFor(p *corev1.Pod) string {
 const rolloutStep = 30 * time.Second
 
 // Rolls returns a sentence if a rollout of a Deployment is in progress or has just ended, and one
-// of its Pods is available to take over. Otherwise it returns "".
+// of the Deployment's Pods is available to take over. Otherwise it returns "".
 func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	for i := range deployments {
 		d := &deployments[i]
@@ -387,9 +388,9 @@ func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	return ""
 }
 
-// ExcuseRights excuses missing rights if the installation has another version than this
-// program, because its components may never use these rights. It does not excuse them if a
-// component that lacks a right is broken.
+// ExcuseRights excuses missing rights if the installed version differs from this program's version,
+// because the installed components may not use these rights. It does not excuse them if a component
+// that lacks a right is broken.
 func (f Components) ExcuseRights(rights *Hop, hops []Hop, lacking []string, program string) {
 	other := f.otherVersion(program)
 	if rights.State != Broken || other == "" || slices.ContainsFunc(hops, func(h Hop) bool { return h.State == Broken && slices.Contains(lacking, Accounts[h.Name]) }) {

@@ -3,9 +3,10 @@
 //	manager ─ CONNECT ─► gateway ═ tunnel ═ gateway of the peer ─► API server of the peer
 //	        └────────────── TLS, from end to end ───────────────┘
 //
-// The gateways copy octets. They can read neither the TLS between a manager and an API server nor
-// the token inside it. The connection from a manager to its gateway has its own TLS, in which both
-// prove that they know the gateways' private key. Managers use Dial, and gateways use Server.
+// The gateways only copy octets. They cannot decrypt the TLS between a manager and an API server,
+// which contains the manager's token. The connection from a manager to its gateway has its own TLS,
+// in which both prove that they have the gateways' private key. Managers use Dial, and gateways use
+// Server.
 package inband
 
 import (
@@ -41,7 +42,7 @@ const (
 	connectTime = 5 * time.Second
 	// requestLen is the maximum length of a manager's request, in octets.
 	requestLen = 4 << 10
-	// reasonLen is the maximum length of the gateway's reason that a manager reads, in octets.
+	// reasonLen is the maximum number of octets that a manager reads of a gateway's reason.
 	reasonLen = 512
 )
 

@@ -46,7 +46,7 @@ const (
 	piece = 16 << 10
 )
 
-// A Peer is a peer that agreed to in-band control.
+// A Peer is a peer with in-band control.
 type Peer struct {
 	ID      string
 	Source  netip.Addr // address from which the peer's gateway connects
@@ -54,7 +54,7 @@ type Peer struct {
 	Leaving bool       // the peering is ending: only our manager may still connect
 }
 
-// Options of a Server. All are required.
+// Options are the options of a Server. All fields are required.
 type Options struct {
 	// Listen opens ManagerPort.
 	Listen func() (net.Listener, error)
@@ -82,10 +82,10 @@ type Server struct {
 	bySource map[netip.Addr]*peer
 	listener net.Listener // nil: there are no peers, or listening failed
 	failed   string       // error of listening, as logged; empty: none
-	key      [32]byte     // the key that managers must prove
+	key      [32]byte     // the private key that managers must prove to have
 	secure   *tls.Config  // made for key; nil: not made yet
 
-	oursCtx context.Context // canceled to close the connections of managers that proved key
+	oursCtx context.Context // canceled to close the connections of managers that proved to have key
 	endOurs context.CancelFunc
 }
 
@@ -98,7 +98,7 @@ type peer struct {
 	endTheirs context.CancelFunc
 
 	ours, theirs   atomic.Int64   // number of open connections, by the side whose manager opened them
-	opening        *rate.Limiter  // limits theirs
+	opening        *rate.Limiter  // limits how fast the peer opens connections
 	warned         rate.Sometimes // limits warnings that our API server cannot be reached
 	in, out        *rate.Limiter
 	received, sent atomic.Uint64
@@ -133,13 +133,13 @@ func (s *Server) Close() {
 	s.running.Wait()
 }
 
-// Set replaces the peers, and listens while there are any. It closes the connections of peers
-// that were removed or have changed. It also closes the connections of managers that proved a
-// key which the gateways no longer have.
+// Set replaces the peers, and listens while there are any. It closes the connections of peers that
+// were removed or have changed. It also closes the connections of managers that authenticated with
+// a former key.
 func (s *Server) Set(peers []Peer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.rekey(s.o.Key()) // read under the lock, so that a call that waited for the lock does not restore a former key
+	s.rekey(s.o.Key()) // read the key under the lock, or a call that waited for the lock could restore a former key
 	before := s.peers
 	s.peers, s.bySource = make(map[string]*peer, len(peers)), make(map[netip.Addr]*peer, len(peers))
 	for _, want := range peers {
@@ -148,7 +148,7 @@ func (s *Server) Set(peers []Peer) {
 			was := p
 			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, OpeningBurst), warned: rate.Sometimes{Interval: time.Minute},
 				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
-			if was != nil && was.leavesAs(want) { // keep our manager's connections: it may be deleting its objects at the peer
+			if was != nil && was.leavesAs(want) { // keep our manager's connections, by which it may be deleting its objects at the peer
 				p.ctx, p.cancel = was.ctx, was.cancel
 				was.endTheirs()
 				delete(before, want.ID)
@@ -252,7 +252,8 @@ func (p *pendingConns) free(from netip.Addr) {
 	}
 }
 
-// rekey closes the connections of managers that proved another key. The caller holds s.mu.
+// rekey sets the key, and closes the connections of managers that authenticated with another key.
+// The caller holds s.mu.
 func (s *Server) rekey(key [32]byte) {
 	if s.key == key {
 		return
@@ -262,9 +263,8 @@ func (s *Server) rekey(key [32]byte) {
 	s.oursCtx, s.endOurs = context.WithCancel(s.ctx)
 }
 
-// config returns the TLS configuration for our manager, and the context that is canceled to
-// close its connections. It generates a certificate only once for each key, and not for each
-// stranger that connects.
+// config returns the TLS configuration for our manager, and the context that is canceled to close
+// its connections. It generates one certificate for each key, and not one for each connection.
 func (s *Server) config() (context.Context, *tls.Config, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -345,9 +345,8 @@ func (s *Server) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error)
 	return s.o.Dial(ctx, gateway)
 }
 
-// Take connects a peer's gateway, which has the address from, to the API server of this
-// cluster. It calls exactly one of accept and refuse, and returns when the connection has
-// ended.
+// Take connects the peer's gateway at the address from to the API server of this cluster. It calls
+// exactly one of accept and refuse, and returns when the connection has ended.
 func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse func()) {
 	s.mu.Lock()
 	p := s.bySource[from]
@@ -370,7 +369,7 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	defer cancel()
 	c, err := s.o.API(ctx)
 	if err != nil {
-		if p.theirCtx.Err() == nil { // the API server failed, and the peer was not removed
+		if p.theirCtx.Err() == nil { // the API server failed; the peer was not removed meanwhile
 			p.refused[reasonAPI].Add(1)
 			p.warned.Do(func() {
 				s.o.Log.Warn("in-band control: peer cannot reach our API server", "peer", p.ID, "error", err)

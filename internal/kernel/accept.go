@@ -13,11 +13,11 @@ import (
 // that are Pods, because gateways replicate flows. Our rules stand at the end of the chain, or
 // directly before a final rule that drops or rejects everything. They exist only while the end of
 // the chain drops all other packets, as after `iptables -P FORWARD DROP`. An accept rule in our own
-// table would not help, because each table decides separately. Earlier rules, such as network
+// table would have no effect on the foreign chain. Earlier rules of that chain, such as network
 // policies, still apply.
 //
 // In a wanted State, an Accept without a Chain represents all such chains. Foreign rules stay
-// unchanged. The comments of our rules begin with acceptComment.
+// unchanged.
 type Accept struct {
 	Program string // IptablesNFT, IptablesLegacy or NFT
 	Family  string // of an nftables table: "ip" or "inet"
@@ -27,7 +27,7 @@ type Accept struct {
 	// by spaces.
 	Gateways string
 	// Elsewhere has the addresses of gateways that are Pods on other nodes, in the same form. It is
-	// empty if Gateways is.
+	// empty if Gateways is empty.
 	Elsewhere string
 }
 
@@ -100,8 +100,8 @@ func (a Accept) Rules() []AcceptRule {
 	return all
 }
 
-// addressIn parses the address of a gateway. An invalid text, which only a foreign edit of our
-// comments can cause, results in the unspecified address.
+// addressIn parses the address of a gateway. For an invalid text, it returns the unspecified
+// address. Only another program that edits our comments can cause this.
 func addressIn(text string) netip.Addr {
 	if addr, err := netip.ParseAddr(text); err == nil && addr.Is4() {
 		return addr
@@ -156,7 +156,7 @@ func (a Accept) command(remove bool, _ string) string {
 }
 
 // format returns the rules as text. rule is the format of one rule. The other arguments are the
-// words that a program writes before each match, such as "-s ".
+// prefixes of the matches, such as "-s ".
 func (a Accept) format(rule, in, out, source, destination, protocol string) (all []string) {
 	for _, r := range a.Rules() {
 		var matches []string
@@ -181,14 +181,14 @@ type Limit struct {
 	Message string // effect, cause and remedy
 }
 
-// Reasons of Limits. "Here" means our node.
+// Reasons of Limits.
 const (
 	LimitMasqueraded = "PodsMasqueraded"     // peers do not see the addresses of pods
 	LimitForwarding  = "ForwardingRefused"   // packets between pods and peers are dropped
-	LimitGateway     = "GatewayOutOfReach"   // other nodes do not reach a gateway's Pod here
-	LimitBridge      = "GatewayUnguarded"    // pods on a bridge here can send to a gateway as if they were nodes
+	LimitGateway     = "GatewayOutOfReach"   // other nodes cannot reach a gateway's Pod on our node
+	LimitBridge      = "GatewayUnguarded"    // pods on a bridge of our node can send to a gateway as if they were nodes
 	LimitUncertain   = "ForwardingUncertain" // packets may be dropped
-	LimitRefused     = "Refused"             // part of an object is rejected
+	LimitRefused     = "Refused"             // a part of an API object is invalid
 	LimitSnapshot    = "SnapshotNotKept"     // after a reboot, the node does not refuse networks until it reaches the API server
 	LimitVote        = "NodeDoesNotVote"     // the node does not vote on the active gateway
 )

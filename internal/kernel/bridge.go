@@ -5,8 +5,8 @@ import (
 )
 
 // Bridge is an nftables table that keeps pods on a bridge of our node from sending to the overlay
-// port of gateways that are Pods. A Filter does not see packets between two ports of a bridge
-// (except with br_netfilter), so a pod could impersonate a node to the gateway. Packets from an
+// port of gateways that are Pods. Without br_netfilter, a Filter does not see packets between two
+// ports of a bridge, so a pod could send to the gateway as if it were a node. Packets from an
 // uplink come from other nodes, each of which filters its own pods. The lists have the form of a
 // Filter's lists.
 //
@@ -16,7 +16,7 @@ type Bridge struct {
 	Uplinks  string // bridge ports that lead to other nodes
 }
 
-// BridgeFor makes a Bridge.
+// BridgeFor makes a Bridge from lists in any order.
 func BridgeFor(gateways []netip.Addr, uplinks []string) Bridge {
 	return Bridge{addresses(gateways), devices(uplinks)}
 }

@@ -6,9 +6,10 @@ import (
 	"slices"
 )
 
-// Filter is an nftables table that keeps foreign packets out of the overlay. Its chains are fixed,
-// either those of a node or those of a gateway's Pod. Only the addresses in its sets differ. Each
-// set is sorted text, separated by spaces, so that Filters are comparable.
+// Filter is an nftables table that keeps foreign packets out of the overlay. There are two fixed
+// lists of chains: one for a node, and one for a gateway's Pod. Filters with the same chains differ
+// only in the elements of their sets. Each field with a set is a sorted text, separated by spaces,
+// so that Filters are comparable.
 type Filter struct {
 	Pod       bool   // the filter is for a gateway's Pod
 	Nodes     string // IPv4 addresses of nodes and gateways, from which overlay packets may come
@@ -17,7 +18,7 @@ type Filter struct {
 	Elsewhere string // IPv4 networks that contain pods of other nodes but none of ours
 	Pods      string // IPv4 networks of all pods of the cluster
 	Underlay  string // devices by which our node reaches the other nodes
-	Bridges   string // bridges whose pods a Bridge keeps away from gateways, and through which other nodes reach the gateways
+	Bridges   string // bridges through which other nodes reach gateways, and whose pods a Bridge keeps away from gateways
 	// Gateways are IPv4 addresses of gateways that are Pods. A node forwards overlay packets
 	// between them and other nodes.
 	Gateways string
@@ -27,8 +28,8 @@ type Filter struct {
 type Remote struct {
 	Networks  string // IPv4
 	Networks6 string // IPv6
-	// Around has each /16 network that overlaps Networks, without the length. An address outside of
-	// all of these is outside of Networks.
+	// Around has the first address of each /16 network that overlaps Networks. If an address is in
+	// none of these /16 networks, it is not in Networks either.
 	Around string
 }
 
@@ -41,7 +42,7 @@ func RemoteOf(all []netip.Prefix) Remote {
 // covering16 returns the /16 networks that cover each network.
 func covering16(sorted []netip.Prefix) string {
 	var text []byte
-	next := 0 // all /16 networks before this one are done
+	next := 0 // number of the next /16 network to consider
 	for _, p := range sorted {
 		if !p.IsValid() || !p.Addr().Is4() {
 			continue
@@ -64,8 +65,9 @@ type FilterSets struct {
 	Underlay, Bridges    []string
 }
 
-// FilterFor makes a Filter. It leaves out networks inside others. It keeps IPv6 only in the
-// networks of peers, for which no packet may leave in the clear: the overlay does not carry IPv6.
+// FilterFor makes a Filter. It leaves out networks that are inside other networks. It keeps only
+// the IPv6 networks of peers, to which no packet may leave in the clear; the overlay does not carry
+// IPv6.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
@@ -110,14 +112,15 @@ func AddressElements(sorted []netip.Addr) string {
 	return string(bytes.TrimSuffix(text, []byte{' '}))
 }
 
-// FilterTable is the name of our tables. A Filter has the family inet, a SourceNAT ip, and a Bridge
-// bridge.
+// FilterTable is the name of our tables. The family of a Filter is inet, that of a SourceNAT is ip,
+// and that of a Bridge is bridge.
 const FilterTable = "isthmus"
 
-// FilterPriority is the priority of chains with a hook, except prerouting. Our chains come before
-// foreign chains, which may still drop packets that ours accept. TranslationPriority is the
-// priority of prerouting: after conntrack (-200), and before foreign rules translate destinations
-// (-100). RawPriority is before conntrack.
+// FilterPriority is the priority of all our chains with a hook, except prerouting. Our chains come
+// before foreign chains, which may still drop packets that our chains accept. TranslationPriority
+// is the priority of prerouting: after conntrack (-200), and before foreign rules translate
+// destinations (-100). RawPriority is the priority of chains that must see packets before
+// conntrack.
 const (
 	FilterPriority      = -1
 	TranslationPriority = -150
@@ -128,8 +131,8 @@ const (
 type FilterChain struct {
 	Name, Hook string // empty hook: other chains jump to it
 	NAT        bool   // it translates addresses
-	// Drops is the reason for which the chain's rules drop packets; each such rule counts them. If
-	// it is empty, no rule drops packets.
+	// Drops is the reason for which the chain's rules drop packets. It is empty if no rule drops
+	// packets. Each rule counts the packets that it drops.
 	Drops string
 	Rules []FilterRule
 }
@@ -179,7 +182,8 @@ func (c FilterChain) Kind() string {
 // Inside the overlay, exactly one address of a packet belongs to a peer. The exception is an answer
 // to a packet for a NodePort of the gateway's node: it has no address of a peer, because that node
 // has replaced the peer's address by its own. Packets with a peer's source come from the gateway.
-// The gateway's node must not forward packets with such a source that one of its own pods forged.
+// If one of the node's own pods forges such a source, the gateway's node must not forward the
+// packet.
 //
 // A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
 // peer's source must come from the gateway, or from another node that forwards it for the gateway.
@@ -330,7 +334,7 @@ var DropReasons = []struct{ Reason, Explain string }{
 	{"in_the_clear", "a packet for a peer would leave the node outside the tunnel"},
 	{"forged_source", "a pod sends from an address of a peer or of another node's pod, or sends to a peer from an address that the node does not route to this pod"},
 	{"peer_to_node", "a peer sends to the node itself, or to a NodePort or hostPort"},
-	{"overlay_source", "the source of a packet to the overlay's port is neither a node nor a gateway, or is not reachable by the device on which the packet arrived"},
+	{"overlay_source", "the source of a packet to the overlay's port is neither a node nor a gateway, or is not reachable through the device on which the packet arrived"},
 	{"overlay_port", "a pod or a peer sends to the overlay's port"},
 	{"bridged_overlay_port", "a pod on a bridge sends to a gateway's overlay port, possibly with VLAN tags"},
 	{"overlay_stranger", "both addresses of a packet in the overlay belong to peers, or neither does"},

@@ -35,13 +35,13 @@ const (
 	IsAnswer      Fixed = "ct state established,related"
 	IsTranslated  Fixed = "ct status dnat" // netfilter has translated the destination, on this node
 	IsICMP        Fixed = "ip protocol icmp"
-	HasReturnPath Fixed = "fib saddr . iif oif != 0" // an answer would leave by the device that the packet came by
+	HasReturnPath Fixed = "fib saddr . iif oif != 0" // an answer would leave by the device through which the packet arrived
 	IsLocal       Fixed = "fib daddr type local"     // the destination is an address of the node
 	IsNotLocal    Fixed = "fib daddr type != local"
 	IsPriorityTag Fixed = "@ll,116,12 0" // the VLAN ID of the frame's tag is 0, which is 802.1p
 )
 
-// Statements without parameters. Drops always count.
+// Statements without parameters. A rule that drops packets also counts them.
 const (
 	DoAccept     Fixed = "accept"
 	DoReturn     Fixed = "return"
@@ -76,7 +76,7 @@ type (
 	From string
 	// To matches the name of the outgoing device, in the form of From.
 	To string
-	// NotFrom matches every incoming device except the one of that name.
+	// NotFrom matches every incoming device that does not have this name.
 	NotFrom string
 	// FromKind matches the kind of the incoming device (Linux 5.7 and later), such as veth.
 	FromKind string

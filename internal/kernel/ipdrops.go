@@ -17,5 +17,5 @@ var IPDrops = []struct {
 }
 
 // DeviceDrops counts the packets that devices of Isthmus, whose names begin with "isthmus", dropped
-// instead of sending (/proc/net/dev). IP does not count these.
+// instead of sending (/proc/net/dev). The counters of the IP layer do not include these.
 const DeviceDrops = "isthmus*: transmit drop"

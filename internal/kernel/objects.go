@@ -43,8 +43,8 @@ type State struct {
 	Rules     []Rule
 }
 
-// Closed returns the part of a node's state that refuses all packets to and from peers: its rules
-// come before all our others.
+// Closed returns a part of a node's state that refuses all packets to and from peers. Its rules
+// come before all our other rules.
 func (s State) Closed() (closed State) {
 	for _, r := range s.Routes {
 		if r.Table == RefuseTable || r.Table == GuardTable {
@@ -112,7 +112,7 @@ type (
 		Type     RouteType
 		Via      netip.Addr // zero: the destination is on the device's link
 		Src      netip.Addr // source of the node's own packets that are not bound to an address; zero: the kernel chooses
-		Dev      string     // see Devs; Unicast only
+		Dev      string     // name of the device, or the result of Devs; only for Unicast
 		Table    int
 		Metric   int
 		Protocol int
@@ -154,7 +154,7 @@ type RouteType uint8
 // The types of routes.
 const (
 	Unicast     RouteType = iota // the packet leaves by Dev
-	Unreachable                  // the sender gets an ICMP error
+	Unreachable                  // the kernel drops the packet and sends an ICMP error
 	Throw                        // the next rule of policy routing decides
 )
 
@@ -211,7 +211,7 @@ func (l Link) command(_ bool, inner string) string {
 func (a Address) command(remove bool, inner string) string {
 	c := fmt.Sprintf("%s%s addr %s %v dev %s", a.In.enter(inner), ip(a.Prefix.Addr().Is6()), verb(remove), a.Prefix, a.Dev)
 	if !remove {
-		c += " noprefixroute" // the plan has its own route to the network, which is recognisable as ours
+		c += " noprefixroute" // the plan adds the route to the network itself, with our protocol number
 	}
 	return c
 }

@@ -1,8 +1,8 @@
 package kernel
 
-// Everything that Isthmus owns in a kernel. All else is foreign: no decision depends on it, and
-// nothing changes or removes it. None of these values is one of Liqo's (liqo.vxlan, 18952, 4879),
-// so that both can run on one node during a migration.
+// Names and numbers of everything that Isthmus owns in a kernel. All other objects are foreign, and
+// Isthmus does not change or remove them. None of these values is one of Liqo's (liqo.vxlan, 18952,
+// 4879), so that both can run on one node during a migration.
 const (
 	OverlayDevice = "isthmus.vxlan" // VXLAN between the nodes of one cluster
 	OverlayID     = 4200            // VNI of OverlayDevice
@@ -15,7 +15,7 @@ const (
 	MainTable    = 254  // the kernel's table; in the host's namespace it also has foreign routes
 	GatewayTable = 4200 // the gateway's routes to remote networks
 	NodeTable    = 4201 // the route agent's routes to remote networks and to pods on other nodes
-	RefuseTable  = 4202 // refuses packets that no table above routes
+	RefuseTable  = 4202 // refuses packets for which the tables above have no route
 	GuardTable   = 4203 // refuses everything; see GuardRulePriority
 
 	GatewayProtocol = 71 // RTA_PROTOCOL and FRA_PROTOCOL of everything that a gateway adds
@@ -23,8 +23,8 @@ const (
 
 	// Priorities of rules. Some CNIs have rules for all packets of pods before the main table, such
 	// as AWS's VPC CNI at 512, 1024 and 1536. These would send packets for peers in the clear, so
-	// our rules come before them. Our rules come after the rules up to 111 of Cilium, which moves
-	// the lookup of local addresses from 0 to 100.
+	// our rules come before them. Our rules come after Cilium's rules, whose priorities go up to
+	// 111. Cilium also moves the lookup of local addresses from 0 to 100.
 	//
 	// Packets from the overlay go into the gateway, if one is on our node, and never back into the
 	// overlay. Otherwise two nodes that briefly disagree about the gateway's location could send
@@ -35,11 +35,11 @@ const (
 	// be consulted.
 	NodeRulePriority    = 419
 	GatewayRulePriority = 420
-	// Packets that a gateway on our node received from a peer are refused while the agent does not
-	// know that the gateway is here.
+	// Packets that a gateway on our node received from a peer are refused until the agent has
+	// noticed that the gateway is on our node.
 	GuardRulePriority = 421
-	// Packets without a route in any of these tables are refused before the main table is
-	// consulted.
+	// If the tables above have no route for a packet to a peer, it is refused before the main table
+	// is consulted.
 	RefuseRulePriority = 422
 
 	// UnreachableMetric is higher than the metric of every route with a device. Unreachable routes
@@ -51,7 +51,7 @@ const (
 // An Owner describes the objects of one of the two programs that have objects in a kernel.
 type Owner struct {
 	Name     string // for messages
-	Lock     string // nftables table that only one process of the kind can have in a network namespace
+	Lock     string // name of the nftables table that is the lock: only one process per network namespace can have it
 	Protocol int    // protocol number of all its routes and rules
 	Filter   bool   // it has a Filter
 	NAT      bool   // it has a SourceNAT, Accepts and a Bridge

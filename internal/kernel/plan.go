@@ -32,8 +32,9 @@ func (p Plan) Commands(inner string) string {
 }
 
 // AdditionsFor is PlanFor without removals. It does not add a rule that already exists at another
-// priority, because an older version with other priorities has added that rule. If a refusing rule
-// were added again, it could come before the other rules of that version and refuse their packets.
+// priority. An older version of the program, which used other priorities, has added that rule. A
+// second refusing rule could come before the other rules of the older version, and refuse packets
+// that these rules route.
 func AdditionsFor(have, want State) Plan {
 	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {
@@ -55,8 +56,8 @@ func AdditionsFor(have, want State) Plan {
 	})
 }
 
-// With returns the state after a plan that only adds routes and rules; ok is false for other plans.
-// The routes of s must have the order of Route.Compare.
+// With returns the state that results from a plan. ok is false if the plan does anything but add
+// routes and rules. The routes of s must have the order of Route.Compare.
 func (s State) With(added Plan) (now State, ok bool) {
 	now = s
 	var routes []Route
@@ -109,11 +110,12 @@ func (r Route) key() Route {
 	return Route{In: r.In, Prefix: r.Prefix, Table: r.Table, Metric: r.Metric}
 }
 
-// PlanFor compares two States. The filter comes first, so that the overlay never lacks it. Devices
-// come next, because other objects depend on them; a device is brought up after its settings. Then
-// come the other additions, and finally the removals in reverse order: a moment with two routes is
-// harmless, a moment without a route is an outage. A device is removed earlier only if it cannot be
-// changed as wanted, or is half of a pair. The objects on a device disappear with the device.
+// PlanFor returns the changes that turn the State have into the State want. The filter comes first,
+// so that the overlay never exists without it. Devices come next, because other objects depend on
+// them; a device is brought up after its settings. Then come the other additions, and finally the
+// removals in reverse order: a moment with two routes is harmless, a moment without a route is an
+// outage. A device is removed earlier only if it cannot be changed into the wanted device, or is
+// one end of a veth pair. The objects on a device disappear with the device.
 func PlanFor(have, want State) Plan {
 	var adds, removes Plan
 	planKind(&adds, &removes, have.Bridges, want.Bridges, func(Bridge) bool { return true })

@@ -8,11 +8,11 @@ import (
 )
 
 // SourceNAT is an nftables table that decides the source address of flows between our pods and
-// peers before foreign rules do. A CNI replaces the source of packets that leave the cluster by the
-// node's address, and to a CNI, packets for peers leave the cluster. A peer would then see the
-// gateway's NAPT address instead of the pod's. A flow is translated only once, by the first chain
-// that decides. A source that we translate to itself therefore stays unchanged, and the flow stays
-// tracked, so that Services work.
+// peers before foreign rules do. A CNI replaces the source of packets that leave the cluster,
+// including packets for peers, by the node's address. A peer would then see the gateway's NAPT
+// address instead of the pod's. Only the first chain that decides translates a flow. If we
+// translate a source to itself, it therefore stays unchanged. The flow is still tracked, which
+// Services need.
 //
 // A SourceNAT is optional: if the kernel cannot make it, all traffic passes, but peers cannot see
 // the addresses of pods. The lists have the form of a Filter's lists.
@@ -31,7 +31,8 @@ type SourceNATSets struct {
 	Self                netip.Addr // IPv4 address of our node that gateways know
 }
 
-// SourceNATFor makes a SourceNAT. It leaves out IPv6 networks, and networks inside others.
+// SourceNATFor makes a SourceNAT. It leaves out IPv6 networks, and networks that are inside other
+// networks.
 func SourceNATFor(s SourceNATSets) SourceNAT {
 	return SourceNAT{Local: networkElements(s.Local), Pods: networkElements(s.Pods), Remote: networkElements(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
 }
@@ -50,8 +51,8 @@ const SourceNATPriority = 0
 // A pod of another node keeps its address if the packet comes through the overlay. If it comes by
 // another path, for example to a NodePort, the answers have to return to this node, so the source
 // becomes the node's own address. A host that is not a pod is handled in the same way. A MASQUERADE
-// of kube-proxy would instead use an address of the overlay's device or, if that has none, any
-// address of the node. The gateway may have no route to such an address.
+// rule of kube-proxy would instead use the address of the overlay's device or, if the device has no
+// address, any address of the node. The gateway may have no route to that address.
 //
 // Packets from a peer to a pod keep their source, too, because some CNIs masquerade packets from
 // outside of the cluster. If the peer sent them to a mapped endpoint that is a Service, kube-proxy
@@ -87,8 +88,8 @@ func (s SourceNAT) Chains() []FilterChain {
 	}
 }
 
-// SelfOf extracts Self from the texts of the rules of a SourceNAT's chain "topeers". It returns the
-// zero Addr if there is none.
+// SelfOf returns the address Self that the rules of a SourceNAT's chain "topeers" contain, or the
+// zero Addr. texts are the texts of these rules.
 func SelfOf(texts []string) (self netip.Addr) {
 	for _, text := range texts {
 		_, after, _ := strings.Cut(text, "snat to ")

@@ -28,8 +28,8 @@ import (
 // SecretName is the name of the Secret. It is Liqo's name (docs/liqo-v0.md, section 6.1).
 const SecretName = "wireguard-pubkey"
 
-// OfferName is the name of a Secret in the same namespace, which another program maintains. A
-// private key that appears in its FieldPrivate becomes the next key.
+// OfferName is the name of a Secret in the same namespace, which another program maintains. A new
+// private key in its FieldPrivate becomes the next key.
 const OfferName = "isthmus-key"
 
 // Fields of the Secret. Keys are base64 text, as wg(8) prints them. Liqo has only the first two
@@ -40,7 +40,7 @@ const (
 	FieldTunnels     = "tunnels"        // the public keys of tunnels 1, 2 and so on, separated by commas
 	FieldSince       = "since"          // time at which the current key was made
 	FieldNext        = "nextPrivateKey" // present while a rotation is in progress
-	FieldNextPublic  = "nextPublicKey"  // present once gateways respond to the next key and peers may learn it
+	FieldNextPublic  = "nextPublicKey"  // present once gateways respond to the next key, so that peers may use it
 	FieldNextTunnels = "nextTunnels"
 	FieldNextSince   = "nextSince"     // time at which the next key was made
 	FieldPublished   = "nextPublished" // time at which FieldNextPublic was written
@@ -48,18 +48,17 @@ const (
 	FieldOffered     = "offeredKey"    // see Ring.Offered
 )
 
-// nextFields are the fields of the next key.
 var nextFields = []string{FieldNext, FieldNextPublic, FieldNextTunnels, FieldNextSince, FieldPublished}
 
 // A Ring is the parsed content of the Secret.
 type Ring struct {
 	Private, Next [32]byte // Next is zero unless a rotation is in progress
-	// Gateways is the key with which gateways authenticate to each other and to nodes. It is
-	// the first private key. Rotations do not change it, because gateways do not all read the
-	// Secret at the same moment.
+	// Gateways is the key with which gateways authenticate to each other and to nodes. It is the
+	// first private key. Rotations do not change it, because not all gateways read the Secret at
+	// the same time.
 	Gateways [32]byte
-	// Offered is the public key of the last key that was taken from the Secret OfferName. The same key
-	// is not taken again, because it may have been replaced since.
+	// Offered is the public key of the last key that was taken from the Secret OfferName. The same
+	// key is not taken twice, because a later rotation may have replaced it.
 	Offered          [32]byte
 	Since, NextSince time.Time // zero: unknown
 	Published        bool      // FieldNextPublic is present
@@ -75,8 +74,8 @@ func (Ring) GoString() string { return "(key ring)" }
 // MarshalText hides the keys from JSON and other encodings.
 func (Ring) MarshalText() ([]byte, error) { return []byte("(key ring)"), nil }
 
-// Read parses the data of the Secret. An unreadable private key is an error. wrong describes other
-// unreadable fields, which are left out of r.
+// Read parses the data of the Secret. An invalid private key is an error. wrong describes other
+// invalid fields, which are left out of r.
 func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	if r.Private, err = Key(data, FieldPrivate); err != nil {
 		return r, nil, fmt.Errorf("data.%s %w", FieldPrivate, err)
@@ -118,9 +117,9 @@ func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	return r, errors.Join(errs...), nil
 }
 
-// Public returns the fields that contain the public keys to publish to peers: those of the next
-// key once gateways respond to it. A public key without its private key is ignored, because no
-// gateway responds to it.
+// Public returns the names of the fields that contain the public keys to publish to peers. These
+// are the fields of the next key once gateways respond to that key. A public key without its
+// private key is ignored, because no gateway responds to it.
 func Public(data map[string][]byte) (first, further string) {
 	if r, _, err := Read(data); err == nil && r.Published {
 		return FieldNextPublic, FieldNextTunnels
@@ -156,7 +155,7 @@ func New() (private [32]byte) {
 // Text returns the base64 text of a key, as the Secret stores it.
 func Text(key [32]byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key[:])) }
 
-// Tunnels returns the value of FieldTunnels for n tunnels. If it is empty, the field must be
+// Tunnels returns the value of FieldTunnels for n tunnels. If the value is empty, the field must be
 // absent.
 func Tunnels(private [32]byte, n int) string {
 	var texts []string
@@ -166,7 +165,7 @@ func Tunnels(private [32]byte, n int) string {
 	return strings.Join(texts, ",")
 }
 
-// tunnelsIn returns the number of tunnels for which the data have public keys.
+// tunnelsIn returns the number of tunnels whose public keys are in data.
 func tunnelsIn(data map[string][]byte) int {
 	if text := data[FieldTunnels]; len(text) > 0 {
 		return min(2+bytes.Count(text, []byte(",")), fabric.MaxTunnels)
@@ -202,8 +201,8 @@ func Abandon(data map[string][]byte) map[string][]byte {
 	return rest
 }
 
-// Publish returns a copy of data with the public part of the next key. The wait for peers
-// (patience) begins at the time now.
+// Publish returns a copy of data with the public part of the next key. Seen.Patience counts from
+// now.
 func Publish(data map[string][]byte, r Ring, tunnels int, now time.Time) map[string][]byte {
 	data = maps.Clone(data)
 	data[FieldPublished] = stamp(now)
@@ -227,8 +226,8 @@ func Promote(data map[string][]byte, r Ring, now time.Time) map[string][]byte {
 	return data
 }
 
-// Replace returns a copy of data with a new key only. It drops every key that a thief may have
-// read.
+// Replace returns a copy of data with a new key only. It removes all other keys, including
+// Ring.Gateways, because they may have been stolen.
 func Replace(data map[string][]byte, private [32]byte, now time.Time) map[string][]byte {
 	tunnels := tunnelsIn(data)
 	data = Abandon(data)
@@ -250,7 +249,7 @@ func set(data map[string][]byte, field string, value []byte) {
 func stamp(t time.Time) []byte { return []byte(t.UTC().Format(time.RFC3339)) }
 
 // Settled is how long all peers must have had a session with the next key before it becomes the
-// current key. In that time the last packets that were encrypted with the former key arrive.
+// current key. It allows the last packets of sessions with the former key to arrive.
 const Settled = 10 * time.Second
 
 // OfferTimeout is how long the Secret OfferName must be missing before keys are rotated by age
@@ -266,7 +265,7 @@ type Seen struct {
 	Age          time.Duration // keys older than this are rotated; 0: never
 	Offered      [32]byte      // private key in the Secret OfferName; zero: none. While the Secret exists, age starts no rotation.
 	Absent       time.Duration // how long the Secret OfferName has been missing
-	PeersUnaware bool          // peers are connected but all lag: perhaps no peer has learned the next key
+	PeersUnaware bool          // peers are connected but none has a session with the next key, so perhaps none has received that key
 	Patience     time.Duration // how long to wait for peers that lag before the next key becomes current; 0: without limit
 }
 
@@ -291,8 +290,8 @@ func (r Ring) Step(s Seen) Step {
 			}
 			return Nothing
 		}
-		// If a key was offered before, the Secret may be missing only for a moment. A rotation
-		// by age would then replace the offered key for good, because no key is taken twice.
+		// If a key was offered before, the Secret may be missing only for a moment. A rotation by
+		// age would replace the offered key permanently, because no key is taken twice.
 		if s.Age > 0 && (r.Offered == ([32]byte{}) || s.Absent >= OfferTimeout) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}

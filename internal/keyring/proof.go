@@ -13,12 +13,11 @@ import (
 // proofLabel keeps the hashes of proofs different from hashes for other purposes.
 const proofLabel = "isthmus-key-proof-v1"
 
-// Prove returns a proof for one peer that our cluster, which publishes the public keys of n
-// tunnels, has their private keys. Without a proof, a cluster that learns these public keys could
-// publish them to a third cluster as its own. The proof is a MAC over both cluster IDs. Its key is
-// derived by X25519 from each private key and the peer's public key. So only the owner of the
-// private keys, or the peer itself, can compute it. The same input gives the same proof. The proof
-// is empty if the peer's key is invalid.
+// Prove returns a proof for one peer that our cluster has the private keys of its n tunnels.
+// Without a proof, a cluster that learns our public keys could publish them to a third cluster as
+// its own. The proof is a MAC over both cluster IDs. The key of the MAC is derived by X25519 from
+// each private key and the peer's public key. So only we and the peer can compute it. The same
+// input gives the same proof. The proof is empty if the peer's key is invalid.
 func Prove(private [32]byte, n int, self, peer string, peerKey [32]byte) string {
 	keys := fabric.PublicKeys(private, n)
 	shared := make([][]byte, n)

@@ -4,8 +4,8 @@
 //
 //	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
 //
-// If the API server does not answer, the request is refused. A decision is cached for a minute,
-// even if the token is revoked in that time.
+// If the API server does not answer, the request is refused. A decision is cached for a minute, so
+// a revoked token may work for that time.
 package kubeauth
 
 import (
@@ -68,10 +68,10 @@ type key [sha256.Size]byte
 type decision struct {
 	code  int // HTTP status; 200: permitted
 	why   string
-	until time.Time // expiry; after that the API server is asked again
+	until time.Time // end of the decision's validity
 }
 
-// question is a review in progress. Further requests with the same key wait for its decision.
+// question is a review in progress. Other requests with the same key wait for its decision.
 type question struct {
 	done     chan struct{}
 	decision decision // may be read once done is closed
@@ -203,7 +203,7 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 		return r.unavailable("TokenReview", err)
 	}
 	if !who.Status.Authenticated {
-		return decision{code: http.StatusUnauthorized, why: "the API server does not know this token; want one of this cluster"}
+		return decision{code: http.StatusUnauthorized, why: "the API server does not accept this token; want one of this cluster"}
 	}
 	user := who.Status.User
 	extra := make(map[string]authorization.ExtraValue, len(user.Extra))

@@ -1,5 +1,5 @@
 // Package kubeerr describes failed requests to an API server in words for people. The errors of
-// client libraries contain the request and the socket, which belong only in a log.
+// client libraries also contain the request and the socket, which only logs need.
 package kubeerr
 
 import (
@@ -18,8 +18,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Plain returns err with a text for people. If there was no response, the text states the
-// cause, with server as its subject. A response of the server keeps its text. The result
+// Plain returns err with a text for people. If there was no response, the text is a sentence with
+// server as its subject. If err is a response of the server, its text is unchanged. The result
 // unwraps to err, which logs should print.
 func Plain(server string, err error) error {
 	if err == nil {
@@ -71,9 +71,9 @@ func unanswered(err error) []error {
 	return nil
 }
 
-// Cause describes what a server did instead of answering a request, such as "does not answer in
-// time". The same cause always has the same text, without port numbers of ours and without
-// times. It returns false if err is a response, or not of a known kind.
+// Cause describes the failure of a server to answer, such as "does not answer in time". The same
+// cause always has the same text, without local port numbers and without times. It returns false if
+// err is a response, or not of a known kind.
 func Cause(err error) (string, bool) {
 	var (
 		name    *net.DNSError

@@ -30,13 +30,13 @@ func (l List) equal(m List) bool { return l.Version == m.Version && slices.Equal
 // majority returns the number of votes that decide.
 func (l List) majority() int { return len(l.Voters)/2 + 1 }
 
-// A vote is a gateway's knowledge about one voter.
+// A vote is the state of one voter as its answers show it.
 type vote struct {
 	voter       ID
 	heard       Time   // time at which the last answered ask was sent
 	incarnation uint64 // incarnation of the voter in that answer; 0: it never answered
 	until       Time   // end of the time in which the vote counts; 0: it does not count
-	free        Time   // time, by our clock, from which another gateway could get the vote
+	free        Time   // time by our clock from which another gateway could get the vote
 	promise     Promise
 }
 
@@ -48,8 +48,8 @@ type Gateway struct {
 	list   List   // list by which votes are counted
 	next   *List  // list that this gateway has proposed; nil: none
 	epoch  uint64 // epoch that this gateway claims; 0: it claims none
-	seen   uint64 // highest epoch that this gateway has claimed or got by See
-	since  Time   // time at which it began to claim epoch
+	seen   uint64 // highest epoch that this gateway has claimed or that was passed to See
+	since  Time   // when it began to claim epoch
 	rest   Time   // it claims no epoch before this time
 	pauses uint64 // number of calls of pause
 	votes  []vote // votes of all voters in list and next, sorted
@@ -81,8 +81,8 @@ func (g *Gateway) arrange() {
 	}
 }
 
-// Learn passes the list in the Lease to the gateway. If the gateway neither uses nor proposes
-// that list, another gateway has written it, and the mandate ends.
+// Learn passes the list in the Lease to the gateway. If the gateway neither uses nor proposes that
+// list, another gateway has written it, so the mandate ends.
 func (g *Gateway) Learn(list List, now Time) {
 	if list.equal(g.list) || g.next != nil && list.equal(*g.next) {
 		return
@@ -140,8 +140,8 @@ func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 	return voters, g.majorityValue(func(v *vote) uint64 { return v.promise.List })
 }
 
-// Elected returns the gateway to which a majority has promised the same epoch, as far as this
-// gateway knows, or "" if there is none.
+// Elected returns the gateway to which a majority has promised the same epoch, according to the
+// answers that this gateway received. It returns "" if there is no such gateway.
 func (g *Gateway) Elected() (holder ID, epoch uint64) {
 	for _, v := range g.votes {
 		n := 0
@@ -204,8 +204,8 @@ func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 // Tick must be called once per beat. It returns the ask for each voter; the asks differ only in
 // Ask.Heard. mayClaim permits the gateway to claim an epoch as soon as it could get a majority.
 // hasLease means that the gateway has a mandate by the Lease. When a mandate has ended for lack of
-// answers, Tick returns releases, because the earlier asks have bound voters to this gateway. A
-// voter whose answers were lost may still receive its release.
+// answers, Tick returns releases for the voters that the earlier asks have bound. A voter whose
+// answers were lost may still receive its release.
 func (g *Gateway) Tick(now Time, mayClaim, hasLease bool) map[ID]Ask {
 	switch {
 	case mayClaim && g.Could(now):
@@ -282,7 +282,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 		// to the last ask count: a final one, and a refusal by the same incarnation.
 		return
 	}
-	if a.Incarnation != v.incarnation { // another voter runs on that node now, so the final answer of the previous voter no longer extends the time for which the vote counts
+	if a.Incarnation != v.incarnation { // a new voter runs on that node, so the previous voter's final answer no longer extends the vote
 		v.until = min(v.until, a.Sent+g.timing.Mandate)
 	}
 	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free

@@ -2,8 +2,8 @@ package mandate
 
 import "time"
 
-// A Time is a reading of one host's clock, and has no meaning on another host. A gateway's
-// clock is monotonic. A voter's clock also advances while the host sleeps (CLOCK_BOOTTIME).
+// A Time is a reading of one host's clock. It has no meaning on another host. A gateway's clock is
+// monotonic. A voter's clock also advances while the host sleeps (CLOCK_BOOTTIME).
 type Time = time.Duration
 
 // An ID identifies a gateway or a voter.
@@ -86,7 +86,7 @@ type Voter struct {
 	promise        Promise
 	empty          bool // there is no promise; until inheritedBound, vote only for a gateway with a mandate
 	bound          Time // until this time, only the holder of the promise gets the vote
-	inheritedBound Time // like bound, because an earlier voter on this node may have voted; 0: none. A vote or a release clears it.
+	inheritedBound Time // like bound, for a vote that an earlier voter on this node may have given; 0: none. A vote or a release clears it.
 	released       bool // the holder has released the epoch of the promise
 	last           Ask  // the ask that last got the vote; zero: none since the start
 }
@@ -97,7 +97,7 @@ type Voter struct {
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {
-		v.inheritedBound = now + timing.EndedBound // the longest time for which a gateway may count on an earlier promise
+		v.inheritedBound = now + timing.EndedBound // longer than any gateway counts a vote of an earlier voter
 		return v
 	}
 	v.promise, v.bound = *stored, now+timing.Bound
@@ -118,8 +118,8 @@ func (v *Voter) Stored() Promise {
 	return p
 }
 
-// Receive answers an ask. Before the caller sends the answer, granted or not, it must have
-// stored the result of Stored.
+// Receive answers an ask. The caller must store the result of Stored before it sends the answer,
+// whether or not the answer grants the vote.
 func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {

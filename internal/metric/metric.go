@@ -24,7 +24,7 @@ type Family struct {
 }
 
 // A Catalogue has the families that a package declares. Package variables fill it at
-// initialization, so no family can be missing. Afterwards it is read-only.
+// initialization. Afterwards it is read-only.
 type Catalogue struct{ families []*Family }
 
 // Gauge declares a gauge. Here and below, name does not include Prefix.
@@ -71,7 +71,7 @@ func (f *Family) Sample(v float64, values ...string) prometheus.Metric {
 	return prometheus.MustNewConstMetric(f.desc, kind, v, values...)
 }
 
-// Failed returns an invalid metric. It makes a scrape report that the family could not be read.
+// Failed returns an invalid metric. It makes gathering the metrics return err.
 func (f *Family) Failed(err error) prometheus.Metric { return prometheus.NewInvalidMetric(f.desc, err) }
 
 // Options returns the options of a counter whose value the Prometheus client library keeps.

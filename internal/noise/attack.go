@@ -7,9 +7,9 @@ import (
 	"errors"
 )
 
-// An Attacker has recorded a handshake, and has a quantum computer, which computes X25519
-// private keys from public ones. It thus knows the static keys of both sides and the ephemeral
-// key of the initiator. It does not know the preshared key, which is in no message.
+// An Attacker has recorded a handshake, and has a quantum computer, which computes X25519 private
+// keys from public keys. So it has the static keys of both sides and the initiator's ephemeral key.
+// It does not have the preshared key, which is in no message.
 type Attacker struct {
 	InitiatorKey, EphemeralKey, ResponderKey *ecdh.PrivateKey
 	Initiation, Response                     []byte

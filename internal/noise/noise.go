@@ -1,6 +1,6 @@
 // Package noise implements both sides of WireGuard's handshake and its data messages, from the
 // WireGuard paper (section 5.4). Tests use it for messages that no real implementation would send.
-// Benchmarks simulate thousands of peers with it, which share all state except keys.
+// Benchmarks use it to simulate thousands of peers.
 package noise
 
 import (
@@ -158,8 +158,8 @@ func (h *Handshake) seal(secret, plain []byte) []byte {
 	return b
 }
 
-// macs returns the last 32 octets of a handshake message: mac1, and a mac2 of zeros, as without
-// a cookie.
+// macs returns the last 32 octets of a handshake message: mac1, and a mac2 of zeros, which means no
+// cookie.
 func macs(to *ecdh.PublicKey, m []byte) []byte {
 	key := blake2s.Sum256(append([]byte("mac1----"), to.Bytes()...))
 	mac, err := blake2s.New128(key[:])

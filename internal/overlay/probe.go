@@ -1,17 +1,18 @@
 // Package overlay probes whether packets reach the other end of a cluster's overlay.
 //
-// It works like traceroute(8): it sends an empty datagram between random ports, which the kernel at
-// the other end answers with an ICMP error. The answer takes the underlay, so the probe tests one
-// direction. A second datagram takes the underlay both ways. The second datagram is the control: if
-// it gets no answer either, the other end may be down or may never answer, so the probe shows
-// nothing about the overlay. The rate limits of the kernel at the other end (icmp_ratelimit,
-// icmp_msgs_per_sec) apply to both answers alike. An attacker who exhausts these limits can hide
-// the state of the overlay, but cannot make a working overlay look broken. Both answers quote
-// random ports, which a pod would have to guess to make a broken overlay look intact.
+// It works like traceroute(8). It sends an empty datagram between random ports through the overlay,
+// and the kernel at the other end answers with an ICMP error. The answer comes through the
+// underlay, so the probe tests one direction. A second datagram, the control, goes through the
+// underlay. If the control gets no answer either, the probe shows nothing about the overlay,
+// because the other end may be down or may never answer. The rate limits of the kernel at the other
+// end (icmp_ratelimit, icmp_msgs_per_sec) apply to both answers alike. An attacker who exhausts
+// these limits can hide the state of the overlay, but cannot make a working overlay look broken. To
+// make a broken overlay look intact, a pod would have to forge an answer and guess the random
+// ports, which answers quote.
 //
-// The counter of the overlay device shows whether packets come back through the overlay. If none
-// come while pods send, the caller sends datagrams with a TTL that expires at the peer's gateway.
-// Every answer to these datagrams comes through the overlay, like the answers to pods.
+// The receive counter of the overlay device shows whether packets come back through the overlay. If
+// none come back while pods send, the caller sends datagrams with a TTL that expires at the peer's
+// gateway. Every answer to these datagrams comes through the overlay, like the answers to pods.
 package overlay
 
 import (
@@ -33,7 +34,7 @@ const (
 	RetryInterval = 5 * time.Second
 
 	patience = 2 * time.Second
-	misses   = 4 // the overlay counts as broken after so many lost datagrams in a row, each with an answered control
+	misses   = 4 // number of consecutive lost datagrams, each with an answered control, after which the overlay counts as broken
 )
 
 // State is the state of the path to one other end. It is not safe for concurrent use.
@@ -47,8 +48,8 @@ type State struct {
 }
 
 // Take records the result of one round. began is the time at which the round began. answered is
-// true if the datagram was answered. control is true if the control was answered, or if there is
-// other evidence that an answer was due.
+// true if the datagram was answered. control is true if the control was answered, or if other
+// evidence shows that the datagram should have been answered.
 func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:
@@ -125,7 +126,7 @@ func (d Datagram) Send(ctx context.Context) Answer {
 	stop := context.AfterFunc(ctx, func() { c.Close() })
 	defer stop()
 	if _, err := c.Write(nil); err != nil {
-		return NoAnswer // nothing is known about the path
+		return NoAnswer // the datagram was not sent, so this shows nothing about the path
 	}
 	found := NoAnswer
 	err = raw.Read(func(fd uintptr) bool { // an error in the queue makes the socket readable
@@ -135,7 +136,7 @@ func (d Datagram) Send(ctx context.Context) Answer {
 			return !errors.Is(err, unix.EAGAIN)
 		}
 		found = d.answerIn(oob[:n])
-		return found != NoAnswer // otherwise the answer came from another device
+		return found != NoAnswer // otherwise wait on: the answer came from another device
 	})
 	if err != nil {
 		return NoAnswer

@@ -31,8 +31,8 @@ func IsImportedName(name string) bool {
 	return strings.HasSuffix(strings.TrimSuffix(bare, "."), underZone)
 }
 
-// An importedName is the parsed name of an imported Service, or of one endpoint of a headless
-// one.
+// An importedName is the parsed name of an imported Service, or of one endpoint of an imported
+// headless Service.
 type importedName struct {
 	text            string // without the port
 	namespace, name string
@@ -90,7 +90,7 @@ func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place
 	return p, err
 }
 
-// notImported returns an error that explains why there is no ServiceImport.
+// notImported returns an error with the reason why there is no ServiceImport.
 func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error {
 	var all isthmus.PeerServicesList
 	if err := c.Client.List(ctx, &all); err != nil {

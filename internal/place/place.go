@@ -26,7 +26,7 @@ type Place struct {
 	Addr netip.AddrPort // the port may be 0
 	Pod  string         // NAMESPACE/NAME of the Pod with this address; empty: no Pod in this cluster has it
 	Node string         // node of the Pod
-	By   string         // the imported Service through whose name the place was found, and its other endpoints; empty: none
+	By   string         // the imported Service whose name was resolved, with the clusters of its endpoints; empty: none
 }
 
 // String formats the place for people.
@@ -47,7 +47,7 @@ func (p Place) String() string {
 // ErrNone is returned for a name that does not exist or has no ready endpoint.
 var ErrNone = errors.New("not found")
 
-// At returns the Place of an address, with the Pod that has the address if that Pod is in this
+// At returns the Place of an address. It has the Pod with that address, if the Pod is in this
 // cluster.
 func At(ctx context.Context, c *cluster.Cluster, addr netip.AddrPort) (Place, error) {
 	p := Place{Addr: addr}
@@ -63,9 +63,8 @@ func At(ctx context.Context, c *cluster.Cluster, addr netip.AddrPort) (Place, er
 	return p, nil
 }
 
-// Find resolves NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, which means the first ready
-// endpoint of the Service. Each form may end in :PORT. A Service without a namespace is in the
-// namespace default.
+// Find resolves NAMESPACE/POD to the Pod, and svc/NAME or svc/NAMESPACE/NAME to the first ready
+// endpoint of the Service. Each form may end in :PORT. If there is no namespace, it is default.
 func Find(ctx context.Context, c *cluster.Cluster, name string) (Place, error) {
 	bare, port, err := splitPort(name)
 	if err != nil {
@@ -117,7 +116,7 @@ func podPlace(ctx context.Context, c *cluster.Cluster, namespace, name string, p
 	return p, nil
 }
 
-// endpointOf returns the first ready endpoint of a Service, at the target port of the given
+// endpointOf returns the first ready endpoint of a Service, with the target port that belongs to
 // port.
 func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
 	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))

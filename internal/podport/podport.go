@@ -99,7 +99,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 	c := &conn{connection: connection, failed: make(chan error, 1)}
 	if agreed != protocol {
 		_ = connection.Close() // the first error is returned
-		return nil, fmt.Errorf("the API server speaks %q, want %q", agreed, protocol)
+		return nil, fmt.Errorf("the API server selected the protocol %q; want %q", agreed, protocol)
 	}
 	header := http.Header{}
 	header.Set(corev1.PortHeader, strconv.Itoa(int(port)))

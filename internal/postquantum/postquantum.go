@@ -1,6 +1,6 @@
-// Package postquantum agrees with a peer on a preshared key. An attacker who records traffic now
-// and has a quantum computer later cannot compute the key. The exchange is ML-KEM-768 (FIPS 203).
-// Its messages are fields of API objects.
+// Package postquantum agrees with a peer on a preshared key, by ML-KEM-768 (FIPS 203). An attacker
+// who records traffic now and has a quantum computer later cannot compute the key. The messages of
+// the exchange are fields of API objects.
 //
 //	lower cluster ID  ── key ────────────►  higher cluster ID
 //	                  ◄─ answer, its tag ──
@@ -12,9 +12,10 @@
 // its sender has the preshared key. Neither side uses the key before it has seen the other side's
 // tag.
 //
-// To save space, a State holds only the hash of its message (key or answer), which is three times
-// as long as the rest. Step reads the message from the fields that this side has published. If a
-// manager stops before it publishes an answer, that answer is lost, and another one replaces it.
+// To save space, a State has only the hash of its message (key or answer). The message would be
+// three times as long as the rest of the State. Step reads the message from the fields that this
+// side has published. If a manager stops before it publishes an answer, that answer is lost, and
+// another one replaces it.
 //
 // This package does not authenticate the peer: anybody who may write the peer's objects can act
 // as the peer.
@@ -48,7 +49,7 @@ const (
 	fieldFirst  = "kem0"   // first half of a key or answer, in base64
 	fieldSecond = "kem1"   // second half
 	fieldFor    = "kemFor" // in an answer: ID of the exchange that is answered
-	fieldUse    = "kemUse" // only of the answer: ID of the exchange whose key is in use; absent: none
+	fieldUse    = "kemUse" // only beside an answer: ID of the exchange whose key is in use; absent: none
 	fieldTag    = "kemTag" // proves that the sender has the preshared key
 )
 
@@ -147,7 +148,7 @@ const hidden = "(secret)"
 // A Progress is the result of a Step.
 type Progress string
 
-// The values of Progress. All except Agreed and Waiting are reasons why there is no new
+// The values of Progress. Each value except Agreed and Waiting is a reason why there is no new
 // preshared key.
 const (
 	Agreed    Progress = "Agreed"    // both sides have the key in use
@@ -286,8 +287,7 @@ func (s State) readAnswer(received Fields, context []byte) (State, Progress, err
 	if !hmac.Equal(tag, theirs) {
 		return s, Altered, nil
 	}
-	// Perhaps the peer has not seen yet that this side uses a later key. Keep as Previous the key
-	// that the peer uses.
+	// The peer may still use an earlier key than this side. Keep that key as Previous.
 	if use != s.Previous.ID || use == s.Use.ID {
 		s.Previous = s.Use
 	}
@@ -326,7 +326,8 @@ func (s State) readKey(received Fields, context []byte) (State, Progress, error)
 	return s, Agreed, nil
 }
 
-// withKeysOf returns s, the State of a new exchange, with the keys that source uses.
+// withKeysOf returns s, the State of a new exchange, with the keys that are in use according to
+// source.
 func (s State) withKeysOf(source State) State {
 	s.Use, s.Previous, s.Sure = source.Use, source.Previous, source.Sure
 	return s
@@ -351,9 +352,9 @@ func (s State) Secrets() [][]byte {
 }
 
 // message joins the halves of a key or an answer. It returns nil if they are invalid, or if the
-// result does not have want octets.
-func message(received Fields, want int) []byte {
-	return decoded(received[fieldFirst]+received[fieldSecond], want)
+// length of the result is not the given one, in octets.
+func message(received Fields, length int) []byte {
+	return decoded(received[fieldFirst]+received[fieldSecond], length)
 }
 
 func decoded(text string, want int) []byte {
@@ -404,8 +405,8 @@ func derive(shared, public, answer, context []byte) (d derived) {
 	return d
 }
 
-// tag returns the tag of one side ("key" or "answer"). The sides differ, so no side accepts its
-// own tag from the other.
+// tag returns the tag of one side ("key" or "answer"). The tags of the two sides differ, so a peer
+// cannot return a tag that it received.
 func (d derived) tag(side, use string) []byte {
 	mac := hmac.New(sha256.New, d.confirm)
 	mac.Write([]byte(side + "\n" + use))

@@ -27,14 +27,14 @@ const maxFound = 16
 // tunnelEndpoint is an endpoint that every peer maps: the gateway itself.
 const tunnelEndpoint = "169.254.0.1"
 
-// agreed holds the networks of another cluster, as one cluster uses them according to its Peering.
+// agreed has the networks that one cluster uses for the networks of another cluster, according to
+// its Peering.
 type agreed struct {
 	pods     natengine.Remap // maps the other cluster's own pod addresses to those used here
 	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
-// agreedBy returns the networks of the cluster peer as the cluster local uses them, according to
-// local's Peering.
+// agreedBy returns the networks that the cluster local uses for the networks of the cluster peer.
 func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := local.Client.List(ctx, &list); err != nil {
@@ -56,7 +56,7 @@ func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err 
 	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", local, peer, ErrNotPeered)
 }
 
-// localAddr returns the address at which a pod of the other cluster is reached here.
+// localAddr returns the address by which this cluster reaches a pod of the other cluster.
 func (a agreed) localAddr(pod netip.Addr) (netip.Addr, error) {
 	seen, ok := a.pods.Map(pod)
 	if !ok {
@@ -67,15 +67,15 @@ func (a agreed) localAddr(pod netip.Addr) (netip.Addr, error) {
 
 // A Target is a destination other than the Pods of a run.
 type Target struct {
-	Host string // HOST, to which a ping is sent, or HOST:PORT, to which a connection is made
-	What string // description of a target that was found; empty: a person named the target
+	Host string // HOST for a ping, or HOST:PORT for a connection
+	What string // description of a target that discover found; empty: the user named the target
 	Own  string // the target's address in its own cluster, or that of one of its endpoints; empty: unknown
 }
 
 // discover finds targets for senders in the first cluster, in addition to the Pods of this run. The
-// targets are in the second cluster. Mapped addresses get a ping. A TCP port of a Service with
-// endpoints there, imported or not, gets a connection, by address and by name. discover reports and
-// leaves out everything that it has no right to read.
+// targets are in the second cluster. A mapped address is a target for a ping. A TCP port of a
+// Service with endpoints in the second cluster, imported or not, is a target for connections, by
+// address and by name. discover reports and leaves out all objects that it has no right to read.
 func discover(ctx context.Context, local, peer *cluster.Cluster, a agreed, report func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
@@ -229,8 +229,8 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 	return names, addresses
 }
 
-// control repeats failed checks of discovered targets from within the targets' own cluster. If
-// a target does not answer there either, its failure says nothing about the path between the
+// control repeats failed checks of discovered targets from within the targets' own cluster. If a
+// target does not answer there either, its failure shows nothing about the path between the
 // clusters.
 func control(ctx context.Context, own *site, results []Result) {
 	var which []int

@@ -17,8 +17,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// idleTimeout is how long the container in a given Pod waits for a request before it ends. Such a
-// container cannot be deleted and cannot have a deadline.
+// idleTimeout is how long the container in a given Pod waits for a request before it ends.
+// Kubernetes cannot delete an ephemeral container or give it a deadline.
 const idleTimeout = 10 * time.Minute
 
 // CheckPods returns an error for names that are not NAMESPACE/NAME, and for duplicates.
@@ -125,7 +125,7 @@ func (m *member) end(ctx context.Context, c client.Client) error {
 		}
 		last = errors.New("it has not ended")
 		if m.http != nil {
-			_ = m.request(ctx, http.MethodPost, "/end", nil, nil) // ignore the error: the next iteration checks whether it ended
+			_ = m.request(ctx, http.MethodPost, "/end", nil, nil) // ignore the error: the next iteration checks whether the container has ended
 		}
 		return false, nil
 	})

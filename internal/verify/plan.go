@@ -3,9 +3,8 @@
 //
 //	Plan ─► Pods in both clusters ─► each gets its requests ─► Results ─► Pods are deleted
 //
-// The Pods run this program (Serve), so no other image is pulled. Plan, a pure function,
-// decides what to send. The Pods get their requests through port-forwarding to their loopback
-// addresses.
+// The Pods run this program (Serve), so no other image is pulled. Plan, a pure function, computes
+// the checks. The Pods get their requests through port-forwarding to their loopback addresses.
 package verify
 
 import (
@@ -69,7 +68,7 @@ type Check struct {
 	From     End    `json:"from"`
 	To       End    `json:"to,omitzero"`
 	Target   string `json:"target,omitempty"` // HOST or HOST:PORT, see Targets; then To is empty
-	What     string `json:"what,omitempty"`   // description of a Target that was found; empty: a person named it
+	What     string `json:"what,omitempty"`   // description of a target that discover found; empty: the user named the target
 	Protocol string `json:"protocol"`
 	Size     int    `json:"size"` // octets of the payload
 
@@ -102,7 +101,7 @@ func ParseOnly(words []string) (o Only, err error) {
 
 // Targets returns the checks of targets from every End in a cluster: a ping to HOST, and a
 // connection to HOST:PORT. HOST is an address as that cluster uses it, such as that of a mapped
-// endpoint, or a name that the Pods resolve. Targets that a person named are checked even if
+// endpoint, or a name that the Pods resolve. Targets that the user named are checked even if
 // selection excludes their protocol.
 func Targets(local []End, selection Only, targets []Target) (checks []Check) {
 	for _, t := range targets {

@@ -32,7 +32,8 @@ const (
 	label = "isthmus.net/verify"
 	// echoPort is the port at which Pods in the pod network echo.
 	echoPort = 7468
-	// lifetime ends Pods that remain because this program was killed.
+	// lifetime is the time after which Pods end by themselves, if this program was killed and could
+	// not delete them.
 	lifetime = 24 * time.Hour
 	// startTime is the time that Pods may take to run. The image may have to be pulled.
 	startTime = 3 * time.Minute
@@ -190,7 +191,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = s.Client.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p); last != nil {
-			return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
+			return false, nil //nolint:nilerr // continue to wait; at the timeout, this error is reported
 		}
 		if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 			return false, fmt.Errorf("it has ended: %s", state(&p))
@@ -229,8 +230,9 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	return nil
 }
 
-// waitError returns the error for a wait whose context has ended: an interrupt, or the last
-// error that the wait saw.
+// waitError returns the error of a wait whose ctx has ended. last is the latest error of the
+// condition. After a timeout, waitError returns last. After an interrupt, it returns a stoppedError
+// with last.
 func waitError(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return &stoppedError{last}
@@ -238,8 +240,8 @@ func waitError(ctx context.Context, last error) error {
 	return last
 }
 
-// stoppedError is context.Canceled together with the last error that a wait saw. Package cli
-// adds "interrupted".
+// stoppedError is context.Canceled together with the latest error of the condition of a wait.
+// Package cli adds "interrupted".
 type stoppedError struct{ last error }
 
 func (e *stoppedError) Error() string   { return "stopped waiting: " + e.last.Error() }
@@ -299,7 +301,7 @@ func (m *member) request(ctx context.Context, method, path string, in, out any) 
 	return json.Unmarshal(text, out)
 }
 
-// remove deletes the Pods of this run, and the Pods of other runs that have ended.
+// remove deletes the Pods of this run, and Pods of other runs if the Pods have ended.
 func (s *site) remove(ctx context.Context) error {
 	if len(s.given) > 0 {
 		return s.part(ctx)
@@ -310,7 +312,7 @@ func (s *site) remove(ctx context.Context) error {
 	var err error
 	_ = wait.PollUntilContextCancel(ctx, 200*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		if err = s.Client.List(ctx, &left, client.InNamespace(s.Namespace), client.HasLabels{label}); err != nil {
-			return false, nil //nolint:nilerr // once more
+			return false, nil //nolint:nilerr // try again
 		}
 		mine := 0
 		for i := range left.Items {

@@ -28,11 +28,11 @@ const (
 	maxSize, maxRequests = 16 << 20, 1000
 	// maxSenders is the number of requests that a Pod handles concurrently.
 	maxSenders = 8
-	// attempt is how long an attempt may take without receiving an octet, and attempts is the
-	// number of attempts. A transfer that makes progress may take longer, up to maxTransferTime.
+	// attempt is how long an attempt may take without receiving an octet. attempts is the number of
+	// attempts. A transfer that makes progress may take longer, up to maxTransferTime.
 	attempt, attempts = 3 * time.Second, 3
 	maxTransferTime   = 20 * time.Second
-	// largeSize is the size from which a transfer may be slow on a busy machine.
+	// largeSize is the size in octets from which a transfer may be slow on a busy machine.
 	largeSize = 64 << 10
 	// maxConnections is the number of clients that an echo serves concurrently.
 	maxConnections = 64
@@ -56,9 +56,9 @@ type Answer struct {
 	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // source address that the receiver saw; not set for ICMP
 }
 
-// Serve echoes TCP and UDP at port echo, unless that is 0, and accepts requests at port control
-// of the loopback address. It returns when ctx ends, when it is requested to end, or after the
-// duration idle without a request (0: never).
+// Serve echoes TCP and UDP at port echo, unless that is 0, and accepts requests at port control of
+// the loopback address. It returns when ctx ends, when a request asks it to end, or after the time
+// idle without a request. If idle is 0, Serve never ends for lack of requests.
 func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -105,8 +105,8 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	return err
 }
 
-// afterIdle calls end when alive has not been called for the duration idle. If idle is 0, it never
-// calls end.
+// afterIdle calls end when alive has not been called for the time idle. If idle is 0, afterIdle
+// never calls end.
 func afterIdle(idle time.Duration, end func()) (alive func()) {
 	if idle <= 0 {
 		return func() {}
@@ -142,8 +142,8 @@ func answerTCP(c net.Conn) error {
 	return errors.Join(writePiece(t, seenBy(c.RemoteAddr())), writePiece(t, payload))
 }
 
-// A transfer is a connection with two limits: it may make no progress for the duration of one
-// attempt, and must finish before end.
+// A transfer is a connection with two time limits: the longest pause without progress is attempt,
+// and the transfer must finish before end.
 type transfer struct {
 	net.Conn
 	end      time.Time
@@ -350,7 +350,7 @@ func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	return exchange(conn, size)
 }
 
-// exchange sends size octets and reads them back. It sets deadlines by itself, see transfer.
+// exchange sends size octets and reads them back. It sets its own deadlines; see transfer.
 func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	c := &transfer{Conn: conn, end: time.Now().Add(maxTransferTime)}
 	defer func() {

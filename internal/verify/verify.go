@@ -100,8 +100,8 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	return report, verify(ctx, sites, found, o, report)
 }
 
-// verify performs the checks that o selects. The Pods of sites[i] also check the targets found[i],
-// which are in the other cluster.
+// verify performs the checks that o selects. The Pods of sites[i] also check the targets in
+// found[i], which are in the other cluster.
 func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, report *Report) error {
 	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
 	if o.Continuous != nil {
@@ -127,8 +127,8 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 }
 
 // withoutUnable leaves out pings between Pods if one of the two is not permitted to send pings, and
-// names that Pod. Its TCP and UDP packets use the same path. Pings that a person requested, and
-// pings to targets that can only be pinged, are kept as unknown.
+// names that Pod in leftOut. TCP and UDP packets still test the same path. Pings that the user
+// requested, and pings to targets that can only be pinged, are kept as unknown.
 func withoutUnable(results []Result, selection Only) (some []Result, leftOut []string) {
 	for _, r := range results {
 		if r.Unable == "" || r.Target != "" || slices.Contains(selection.protocols, ICMP) {
@@ -206,7 +206,7 @@ func pick(checks []Check, which []int) []Check {
 }
 
 // send makes one Pod perform checks. If the node of the Pod fails, the connection returns no error.
-// So it has a timeout: the time that the Pod may take, and a margin.
+// Therefore the request has a timeout: the time that the Pod may take, and a margin.
 func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	requests := make([]Request, len(checks))
 	for i, c := range checks {
@@ -291,7 +291,7 @@ func pairs(checks []Check) (some []Check) {
 }
 
 // watch makes each Pod send once per second, independently of the others. It calls report with the
-// counts once per second and at the end. Before there are any counts, it does not call report.
+// counts once per second and at the end. It does not call report before there are counts.
 func watch(ctx context.Context, sites [2]*site, checks []Check, report func([]Loss)) {
 	losses := make([]Loss, len(checks))
 	for i, c := range checks {

@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// A Gate is open while a gateway may send to peers. Senders check it just before the system
-// call. The zero Gate is shut.
+// A Gate is open while a gateway may send to peers. Senders check it just before each system call
+// that sends. The zero Gate is shut.
 type Gate struct{ until atomic.Int64 } // end of the permission, as time since clockStart
 
 // clockStart is the zero point of the gateways' clock.
@@ -92,11 +92,11 @@ type target struct {
 	cookie cookie
 
 	free     mandate.Time // when the vote becomes free if its holder (another gateway) sends nothing more
-	released bool         // the vote became free before the time in free, so the holder has released it
+	released bool         // the vote became free earlier than the field free says, so the holder has released it
 }
 
-// heard records an answer to the candidate of a Pod. The margin of two beats allows for late
-// answers.
+// heard records an answer to the candidate of a Pod. A vote counts as released if it becomes free
+// more than two beats early.
 func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	switch {
 	case a.Promise.Holder == pod:
@@ -107,7 +107,7 @@ func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	}
 }
 
-// notice is the progress of the notices of a new mandate to one node that does not vote.
+// notice has the progress of notifying one node without a vote of a new mandate.
 type notice struct {
 	heard mandate.Time // time at which the last answered ask was sent; 0: the node never answered
 	tries int          // notices sent for the current epoch
@@ -116,7 +116,7 @@ type notice struct {
 
 const (
 	maxNotices     = 20               // number of beats in which a node is notified of a new mandate
-	noticeInterval = 10 * time.Second // interval of notices after that, because a node may have been unreachable
+	noticeInterval = 10 * time.Second // interval of further notices, for nodes that were unreachable before
 )
 
 // NewCandidate returns a candidate that asks no node yet. Its fields may be changed until Run
@@ -145,7 +145,7 @@ func (c *Candidate) Learn(l List, proposed bool) {
 	for name, addr := range l.Voters {
 		c.target(before, mandate.ID(name), addr)
 	}
-	for _, id := range c.machine.List().Voters { // the voters of the current list still vote until the next list counts
+	for _, id := range c.machine.List().Voters { // the voters of the current list vote until the next list counts
 		if old := before[id]; c.voters[id] == nil && old != nil {
 			c.target(before, id, old.addr)
 		}
@@ -163,9 +163,9 @@ func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr ne
 	c.voters[id] = t
 }
 
-// Fence makes the voters store a version that is newer than that of any list with voters, so
-// that no gateway gets a vote any more. It requires a mandate. It is complete when View returns
-// that version as List.
+// Fence makes the voters store a version that is newer than that of any list with voters. Then no
+// gateway gets a vote any more. Fence requires a mandate. It is complete when View returns that
+// version as List.
 func (c *Candidate) Fence() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -334,10 +334,9 @@ func (c *Candidate) ask(ctx context.Context, conn net.PacketConn) error {
 	}
 }
 
-// beat sends the messages of one beat.
 func (c *Candidate) beat(conn net.PacketConn, key ed25519.PrivateKey) {
 	for _, m := range c.messages(clock(), key) {
-		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // a failed send has the same effect as a lost message: no answer
+		_, _ = conn.WriteTo(m.text, net.UDPAddrFromAddrPort(netip.AddrPortFrom(m.to, Port))) // a failed send counts as a lost message
 	}
 }
 
@@ -454,7 +453,7 @@ func (c *Candidate) Release() {
 	}
 	conn, err := listen()
 	if err != nil {
-		return // without a release, the voters become free when the last ask no longer binds them
+		return // the voters become free by themselves when the last ask no longer binds them
 	}
 	defer conn.Close()
 	key := KeyOf(private)

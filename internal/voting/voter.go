@@ -30,12 +30,12 @@ const (
 
 	listenAgain = time.Second // delay after an error of the socket
 
-	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
+	crowdInterval = 250 * time.Millisecond // interval of the calls of Crowd.Open
 
-	// knownRate is the number of asks per second whose signatures a voter checks, for asks that
-	// name its incarnation. Only receivers of the voter's answers know the incarnation. The same
-	// rate applies to other asks from the addresses of gateways, and strangeRate to all remaining
-	// asks. A gateway sends seven asks per second.
+	// knownRate is the maximum number of signatures that a voter checks per second, for asks that
+	// name its incarnation, which only receivers of its answers have. The same limit applies
+	// separately to other asks from the addresses of gateways. strangeRate is the limit for all
+	// remaining asks. A gateway sends seven asks per second.
 	knownRate   = 500
 	strangeRate = 50
 )
@@ -59,7 +59,7 @@ type Voter struct {
 
 	mu            sync.Mutex
 	place         place
-	changed       chan struct{} // closed when the address changes or a key appears; nil: Run does not wait
+	changed       chan struct{} // closed when the address changes or a key is set; nil: Run does not wait
 	holder        Holder
 	follow        func()              // see OnHolder
 	expectedAddrs map[netip.Addr]bool // see Expect
@@ -113,7 +113,7 @@ func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 // ask.
 func (v *Voter) Set(key ed25519.PublicKey) { v.put(func(p *place) { p.Key = key }) }
 
-// At sets the address at which the voter listens.
+// At sets the address of the node, at which the voter listens.
 func (v *Voter) At(addr netip.Addr) { v.put(func(p *place) { p.Addr = addr }) }
 
 func (v *Voter) put(set func(*place)) {
@@ -206,7 +206,7 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 		case <-tick.C:
 			v.unread.Add(uint64(strangers.Open()))
 		case <-ctx.Done():
-			err := conn.SetReadDeadline(time.Unix(1, 0)) // unblocks read, while sending still works
+			err := conn.SetReadDeadline(time.Unix(1, 0)) // unblocks read without closing the socket, which teardown still needs
 			<-ended
 			v.teardown(conn)
 			return errors.Join(err, conn.Close())
@@ -364,8 +364,8 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	return true
 }
 
-// teardown stores for the next voter that the holder counts on this node, and notifies the
-// holder.
+// teardown stores, for the next voter on this node, that the holder still counts the vote, and
+// notifies the holder.
 func (v *Voter) teardown(conn net.PacketConn) {
 	promise, last, ok := v.machine.End(now())
 	if !ok || !v.last.IsValid() {

@@ -52,8 +52,8 @@ const Port = 4801
 //	..  holder   of the promise
 //
 // Gateways sign with a key that is derived from the WireGuard private key, which agents do not
-// have. Answers are not signed. A gateway accepts an answer only with the cookie of its ask to
-// that voter, which nobody else can guess.
+// have. Answers are not signed. A gateway sends each voter another random cookie in its asks, and
+// accepts an answer of the voter only with that cookie.
 const (
 	askHead    = 80
 	answerHead = 72

@@ -166,7 +166,7 @@ func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 // forwards from its snapshot.
 func waitSnapshot(t *testing.T, c *fleet.Cluster, i int) {
 	t.Helper()
-	const words = "this gateway runs since "
+	const words = "this gateway has run since "
 	waitResponse(t, c, i, 5872, "/readyz", "503", words)
 	waitResponse(t, c, i, 5873, "/status", words, `"ready": false`)
 	waitResponse(t, c, i, 5872, "/metrics", "isthmus_gateway_from_snapshot 1\n", "isthmus_gateway_active 1\n", "isthmus_gateway_source_ok 0\n")

@@ -111,7 +111,7 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 // transaction, and the tables need not be read again. have returns the table as last read, or nil
 // if its chains are not the wanted ones.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { // read everything again, because a foreign transaction may have been mistaken for ours, and its event ignored
+	doubt := func() { // read everything again, because we may have ignored the event of a foreign transaction as our own
 		k.memory.filter.Store(true)
 		k.busy = true
 	}
@@ -151,7 +151,7 @@ func (k *Kernel) changeTable(remove bool, have func() *table, want table, rememb
 }
 
 // changeElements changes the elements of the sets, and reads the changed elements back. After an
-// error the table may be unchanged, or differ from both have and want.
+// error, the content of the table is unknown.
 func (k *Kernel) changeElements(have, want table) error {
 	type change struct {
 		set            kernel.FilterSet

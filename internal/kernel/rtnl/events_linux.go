@@ -148,11 +148,11 @@ func subscribe(protocol int, groups ...int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
-// concerns classifies route netlink events. stale reports whether they make our copy of the owner's
-// objects stale. wakes reports whether they require a comparison because something else has
-// changed: devices on paths to other nodes, addresses, or settings of all devices. The most
-// frequent events of a busy node are ignored: those about devices, routes and neighbours of pods,
-// and those of our own changes. If an event is unclear, both results are true.
+// concerns classifies route netlink events. stale reports whether the events make our copy of the
+// owner's objects stale. wakes reports whether the events require a comparison for another reason:
+// devices on paths to other nodes, addresses, or settings of all devices have changed. concerns
+// ignores the most frequent events of a busy node: events about devices, routes and neighbours of
+// pods, and events of our own changes. If an event cannot be interpreted, both results are true.
 func (k *Kernel) concerns(in kernel.Namespace, b []byte) (stale, wakes bool) {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	if err != nil {

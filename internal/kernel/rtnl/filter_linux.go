@@ -251,7 +251,6 @@ func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(comments 
 	return elements, true, nil
 }
 
-// comment returns the comment of a rule.
 func comment(r *nftables.Rule) string {
 	text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
 	return text
@@ -348,7 +347,6 @@ func unspecified(a netip.Addr) netip.Addr {
 	return netip.IPv4Unspecified()
 }
 
-// replaceTable replaces the table as a whole.
 func replaceTable(remove bool, t table) error {
 	c, err := newConn()
 	if err != nil {

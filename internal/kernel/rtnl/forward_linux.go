@@ -33,7 +33,7 @@ type foreignRule struct {
 }
 
 // rulesOf returns the rules of a chain, in order. It parses the messages itself, because package
-// nftables does not know all expressions.
+// nftables does not support all expressions.
 func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err != nil {
@@ -189,8 +189,8 @@ func matchIn(b []byte) (name, text string) {
 	return name, text
 }
 
-// A forwarding is a foreign chain for forwarded packets, with its effect on packets that no rule
-// accepts.
+// A forwarding is a foreign chain for forwarded packets, and the effect of that chain on packets
+// that none of its rules accepts.
 type forwarding struct {
 	accept       kernel.Accept
 	refuses      bool   // the end of the chain drops packets
@@ -313,7 +313,6 @@ func (k *Kernel) lookForward() bool {
 	return true
 }
 
-// lookLegacy reads the chain of iptables-legacy.
 func (k *Kernel) lookLegacy() {
 	k.legacy = time.Now()
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
@@ -379,7 +378,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 		}
 	}
 	err = c.Flush()
-	if errors.Is(err, unix.EPERM) { // our own tables could be made, so the capability is not missing
+	if errors.Is(err, unix.EPERM) { // we could make our own tables, so CAP_NET_ADMIN is not missing
 		err = errOwned
 	}
 	k.lookForward()
@@ -405,10 +404,9 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 // masqueradeCost describes the effect of masquerading pods, for messages.
 const masqueradeCost = "peers then see one address for all pods of the node, and their network policies cannot tell pods apart"
 
-// Limits returns the restrictions for traffic between pods and peers. Foreign rules cause some of
-// them, as far as they can be detected. Others exist because the last Apply could not make an
-// optional object. want is the wanted SourceNAT. If refresh is false, Limits uses the foreign rules
-// that it read last.
+// Limits returns the known restrictions for traffic between pods and peers. Foreign rules cause
+// some of them. Others exist because the last Apply could not make an optional object. want is the
+// wanted SourceNAT. If refresh is false, Limits does not read the foreign rules again.
 func (k *Kernel) Limits(want kernel.SourceNAT, refresh bool) []kernel.Limit {
 	if refresh {
 		k.theirs = append(earlyNAT(), legacyLimits(want)...)

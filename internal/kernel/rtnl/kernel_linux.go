@@ -61,8 +61,8 @@ func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	return withLock(owner, l, log)
 }
 
-// followInterval is the time between two checks by Follow whether the other process has ended. Each
-// check costs a socket and an nftables transaction.
+// followInterval is the time between two attempts of Follow to get the lock. Each attempt costs a
+// socket and an nftables transaction.
 const followInterval = 100 * time.Millisecond
 
 // Follow is Open for a process that takes over from another process. It waits until the other
@@ -84,8 +84,8 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 	}
 }
 
-// Look does all reads of Apply, and subscribes to events, while another process holds the lock. It
-// changes nothing. An error shows that this process could not take over.
+// Look reads what Apply would read, and subscribes to events, without holding the lock. It changes
+// nothing. An error shows that this process could not take over.
 func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	k, err := withLock(owner, nil, log)
 	if err != nil {
@@ -230,7 +230,7 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 }
 
 // apply executes the plan. The function after returns the state that results if all changes
-// succeed, or nil if it cannot tell.
+// succeed, or nil if that state is unknown.
 func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
 	have, err := k.remembered(want)
 	for range 5 { // a change during a dump interrupts it, which is common on a busy node
@@ -246,7 +246,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.lookLegacy()
 	}
 	have.Accepts, want.Accepts = k.acceptsIn(want.Accepts)
-	k.memory.state = nil // unknown until all changes have succeeded
+	k.memory.state = nil // the state is unknown until all changes have succeeded
 	var done kernel.Plan
 	var errs []error
 	k.unmade, k.busy = nil, false
@@ -282,7 +282,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.memory.state = after(have, done)
 	}
 	if now := k.memory.state; now != nil && (k.failed.nat != nil || k.failed.bridge != nil) {
-		without := *now // leave out the failed objects, so that the next Apply adds them
+		without := *now // without the failed objects, so that the next Apply adds these objects
 		if k.failed.nat != nil {
 			without.SourceNAT = nil
 		}
@@ -312,7 +312,7 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, ok bool) {
 			"cannot exempt packets of pods from the CNI's masquerading (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", explain(err, "CAP_NET_ADMIN"), masqueradeCost)}, true
 	case kernel.Bridge:
 		return kernel.Limit{Reason: kernel.LimitBridge, Message: fmt.Sprintf(
-			"cannot filter on bridges (nftables: %v): if the gateway's Pod is on a bridge of this node, a pod there can pose as a node to it; want a kernel with nftables for bridges (nf_tables_bridge), or br_netfilter with net.bridge.bridge-nf-call-iptables=1",
+			"cannot filter on bridges (nftables: %v): if the gateway's Pod is on a bridge of this node, a pod on that bridge can send to the gateway as if it were a node; want a kernel with nftables for bridges (nf_tables_bridge), or br_netfilter with net.bridge.bridge-nf-call-iptables=1",
 			explain(err, "CAP_NET_ADMIN"))}, true
 	case kernel.Accept:
 		return refusal(v, explain(err, "CAP_NET_ADMIN")), !errors.Is(err, errBusy)

@@ -18,14 +18,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A change of an iptables-legacy table replaces the whole table. A program therefore acquires a
-// lock of the host before it reads the table, and releases the lock after the write. iptables has
-// done so since 1.6, and so have kube-proxy, CNIs and firewalls, which call iptables. This file
-// does so, too. If the lock's file is missing, this code changes nothing.
+// A change of an iptables-legacy table replaces the whole table. Every program must therefore hold
+// the lock of the host from reading the table until writing it. iptables 1.6 and later does so, for
+// all programs that call it. This file does the same. If the file of the lock is missing, this code
+// changes nothing.
 
-// legacyLock is the lock file (XT_LOCK_NAME of iptables). The first program creates the file, but
-// we never do: in a container without a mount of the node's file, our file would not lock out other
-// programs.
+// legacyLock is the lock file (XT_LOCK_NAME of iptables). We never create the file: in a container
+// without a mount of the node's file, a new file would not lock out other programs.
 const legacyLock = "/run/xtables.lock"
 
 // legacyInterval is the time for which a read of the table stays valid. No event reports changes.
@@ -68,7 +67,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	}
 	t, err := readLegacy()
 	if err != nil {
-		return nil // probably being changed; the next call tries again
+		return nil // another program is probably changing the table; the next call tries again
 	}
 	if !t.drops(pod, remote, "", kernel.OverlayDevice) && !t.drops(remote, pod, kernel.OverlayDevice, "") {
 		return nil

@@ -46,7 +46,6 @@ func lock(owner kernel.Owner, log *slog.Logger, warn bool) (io.Closer, error) {
 	return lockAddress(owner, log)
 }
 
-// ownTable makes the table.
 func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 	for range 3 { // an existing table may disappear meanwhile
 		if err = inTransaction(c, 0, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {

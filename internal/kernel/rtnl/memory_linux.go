@@ -21,9 +21,9 @@ import (
 // that nodes do not read at the same time. Only tests change it.
 var rereadInterval = 10 * time.Minute
 
-// memory is a copy of the kernel's objects: the result of the last read, and our changes since.
-// Every event names the program that caused it, so a foreign change marks the copy as stale. With
-// thousands of routes, a copy costs less than reading the routes at every event.
+// memory is a copy of the kernel's objects: the result of the last read, and our changes since. A
+// foreign change marks the copy as stale. With thousands of routes, keeping a copy costs less than
+// reading the routes at every event.
 type memory struct {
 	state *kernel.State // nil: unknown; only Apply uses it
 	until time.Time     // time of the next complete read
@@ -150,7 +150,7 @@ type neighborValue struct {
 func (m *memory) write(in kernel.Namespace, n neighbor, value neighborValue) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // dropped entries only cause another read
+	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // without an entry, our own event only causes another read
 		m.written[in] = make(map[neighbor]neighborValue)
 	}
 	m.written[in][n] = value
@@ -182,8 +182,8 @@ func (m *memory) commit(present uint32) {
 	}
 }
 
-// commitAge is the time for which a transaction counts as ours. Messages have only 16 bits of the
-// generation, so fewer than 65,536 transactions may happen in that time.
+// commitAge is the time for which a transaction counts as ours. Messages contain only 16 bits of
+// the generation, so this works if fewer than 65,536 transactions happen in that time.
 const commitAge = 10 * time.Second
 
 // committed reports whether a message is about a transaction that we made.

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// NewNamespace makes a network namespace without a name. It exists as long as the file, or an
-// object in the namespace, is open.
+// NewNamespace makes a network namespace without a name. It exists as long as the file, or a socket
+// in the namespace, is open.
 func NewNamespace() (*os.File, error) {
 	var f *os.File
 	err := onDyingThread(func() (err error) {

@@ -59,7 +59,7 @@ func (k *Kernel) readObjects(want kernel.State) (kernel.State, error) {
 		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
-		k.lookForward() // a table that disappears with its process changes no generation and causes no event
+		k.lookForward() // read again, because a table that disappears with its process changes no generation and causes no event
 		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)
@@ -70,7 +70,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	d := kernel.Device{In: p.In, Name: p.Name}
 	switch l := l.(type) {
 	case *netlink.Vxlan:
-		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // other devices have a default destination, which ours must not have
+		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // our device has no default destination: other devices count as foreign
 			local, _ := netip.AddrFromSlice(l.SrcAddr)
 			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning, UDPChecksum: l.UDPCSum}
 		}
@@ -121,8 +121,8 @@ func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
 	return nil
 }
 
-// routeTypes maps our route types to the kernel's numbers. A route of ours with another type was
-// changed by another program. It is read as a route without a device.
+// routeTypes maps our route types to the kernel's numbers. If another program has changed the type
+// of our route, the route is read without a device, so it differs from the wanted route.
 var routeTypes = map[kernel.RouteType]int{kernel.Unicast: unix.RTN_UNICAST, kernel.Unreachable: unix.RTN_UNREACHABLE, kernel.Throw: unix.RTN_THROW}
 
 func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {

@@ -23,7 +23,7 @@ func (k *Kernel) haveSettings(s *kernel.State, in kernel.Namespace, want []kerne
 				continue
 			}
 			if withoutIPv6(v.Path) {
-				s.Settings = append(s.Settings, v) // the setting counts as applied, because it would have no effect
+				s.Settings = append(s.Settings, v) // counts as applied, because the setting has no effect without IPv6
 			} else if b, err := os.ReadFile("/proc/sys/" + v.Path); err == nil {
 				v.Value = string(bytes.TrimSpace(b))
 				s.Settings = append(s.Settings, v)
@@ -49,8 +49,8 @@ func withoutIPv6(path string) bool {
 // devconf has the numbers of IPv4 settings of a device (include/uapi/linux/ip.h).
 var devconf = map[string]int{"forwarding": 1, "send_redirects": 6, "rp_filter": 8}
 
-// set writes a setting in the namespace of the calling thread. It uses netlink for settings of a
-// device, which works without a writable /proc/sys: an unprivileged container has none.
+// set writes a setting in the namespace of the calling thread. It sets properties of a device
+// through netlink, because /proc/sys is read-only in an unprivileged container.
 func (k *Kernel) set(v kernel.Setting) error {
 	if withoutIPv6(v.Path) {
 		return nil
@@ -82,10 +82,10 @@ func (k *Kernel) set(v kernel.Setting) error {
 	return err
 }
 
-// write writes a file below /proc/sys. In an unprivileged container /proc/sys is read-only, to
-// protect the node. In the Inner namespace, which only we use, write mounts its own procfs instead:
-// its net directory belongs to the thread's namespace. The mount needs CAP_SYS_ADMIN, which we have
-// because making the Inner namespace requires it.
+// write writes a file below /proc/sys. In an unprivileged container, /proc/sys is read-only to
+// protect the node. For the Inner namespace, write then mounts its own procfs, whose net directory
+// belongs to the thread's namespace. The mount needs CAP_SYS_ADMIN, as does making the Inner
+// namespace.
 func (k *Kernel) write(v kernel.Setting) error {
 	err := os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0)
 	if v.In != kernel.Inner || k.inner == nil || !errors.Is(err, unix.EROFS) {

@@ -27,10 +27,10 @@ import (
 // loader collects the objects in the files of one directory.
 type loader struct {
 	gateways []gatewayObject
-	unread   bool // a file could not be read; it may contain the Gateway
+	unread   bool // a file could not be read, and it may contain the Gateway
 	peers    []fabric.Peer
 	mappings []fabric.MappingSet
-	seen     map[fabric.Origin]string // object, with its File field empty → name of the file that defines it
+	seen     map[fabric.Origin]string // Origin of an object, without File → the file that defines the object
 	problems []fabric.Problem
 }
 
@@ -43,12 +43,12 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 	l.problems = append(l.problems, fabric.Problem{Origin: origin, Field: field, Message: fmt.Sprintf(format, args...)})
 }
 
-// file reads all documents of one file. It reads JSON files with the JSON decoder, because the
-// YAML decoder does not accept all of JSON (surrogate pairs).
+// file reads all documents of one file. JSON files have their own decoder, because the YAML decoder
+// rejects the surrogate pairs of JSON.
 func (l *loader) file(name string, data []byte) {
 	origin := fabric.Origin{File: name}
-	// An editor or a full disk can leave an empty file. Therefore an empty file is a problem and
-	// does not remove a peer.
+	// An editor or a full disk can leave an empty file. If it counted as valid, the peers in it
+	// would be removed.
 	if len(bytes.TrimSpace(data)) == 0 {
 		l.problem(origin, "", "is empty; want an object or a comment, or delete the file")
 		return
@@ -100,8 +100,8 @@ func (l *loader) yamlProblem(origin fabric.Origin, text string) {
 	match := yamlLine.FindStringSubmatch(text)
 	message := printable(text[len(match[0]):])
 	line, _ := strconv.Atoi(match[1])
-	// In grammar errors, the decoder counts lines from zero, and omits the line if it is zero. In
-	// all other errors it counts from one (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
+	// In grammar errors, the decoder counts lines from zero and omits line zero. In all other
+	// errors, it counts lines from one (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
 	if line == 0 || slices.ContainsFunc(grammarErrors, func(s string) bool { return strings.HasPrefix(message, s) }) {
 		line++
 	}
@@ -117,7 +117,7 @@ var grammarErrors = []string{
 	"did not find expected ',' or",
 }
 
-// jsonValue converts a value of the YAML decoder for encoding/json.
+// jsonValue converts a value from the YAML decoder into a value that encoding/json can marshal.
 func jsonValue(v any) (any, error) {
 	switch v := v.(type) {
 	case map[any]any:
@@ -151,8 +151,8 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or each object of a List. position is the object's position in the file.
-// Problems name the position until the object's name is known.
+// object reads one object, or each object of a List. position is the object's position in the file,
+// for problems found before the object's name is known.
 func (l *loader) object(origin fabric.Origin, position string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`
@@ -196,8 +196,8 @@ func (l *loader) object(origin fabric.Origin, position string, raw []byte) {
 	}
 }
 
-// first reports whether an object has a name and occurs for the first time. If not, it records
-// a problem.
+// first returns true if an object has a name and no earlier object has the same name. Otherwise it
+// records a problem.
 func (l *loader) first(origin fabric.Origin, position string) bool {
 	if origin.Name == "" {
 		l.problem(origin, strings.TrimSpace(position+" metadata.name"), "is empty; want the name of the object")
@@ -256,8 +256,8 @@ func (l *loader) natMapping(origin fabric.Origin, raw []byte) {
 	}
 }
 
-// decode reads raw into v, case-sensitively as an API server does. It accepts unknown fields,
-// because a later Liqo may have more, and rejects duplicate fields.
+// decode parses raw into v. Names of fields are case-sensitive, as in an API server. Unknown fields
+// are accepted, because later versions of Liqo may add fields. Duplicate fields are rejected.
 func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 	duplicates, err := json.UnmarshalStrict(raw, v, json.DisallowDuplicateFields)
 	if err != nil {
@@ -306,8 +306,8 @@ func (l *loader) decodeProblem(origin fabric.Origin, position string, err error)
 	l.problem(origin, strings.TrimSpace(position+" "+printable(wrong.Field)), "is of type %s; want %s", found, want)
 }
 
-// printable makes a string from outside safe to print: unchanged if it is short and plain, else
-// quoted and shortened.
+// printable makes a string from a file safe to print. It returns short, plain strings unchanged,
+// and quotes and shortens all others.
 func printable(s string) string {
 	plain := utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 	if short := cut(s); !plain || short != s {
@@ -316,7 +316,7 @@ func printable(s string) string {
 	return s
 }
 
-// cut shortens a string from outside to the maximum length of a Kubernetes name.
+// cut shortens a string to the maximum length of a Kubernetes name.
 func cut(s string) string {
 	const limit = 253
 	if len(s) > limit {

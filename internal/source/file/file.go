@@ -12,8 +12,8 @@
 //
 //	files ─ decode ─► objects ─ fabric.PeerFrom, MappingsFrom, Attach, GatewayFor ─► Snapshot
 //
-// A directory is accepted as a whole or not at all. If there is any problem, Load returns no
-// Snapshot, so the caller keeps the last valid one. The error contains all problems at once.
+// A directory is accepted as a whole or not at all. If there is any problem, Load returns an error
+// with all problems and no Snapshot. The caller keeps the last valid Snapshot.
 package file
 
 import (
@@ -29,8 +29,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Bounds of the files. A larger file is rejected because it cannot be the configuration of a
-// gateway: 16 MiB are enough for about ten thousand peers.
+// Limits of the files. Larger files are rejected. 16 MiB are enough for about ten thousand peers.
 const (
 	MaxFileSize = 16 << 20 // bytes of one file
 	MaxFiles    = 4096     // files of one directory
@@ -48,8 +47,7 @@ type Snapshot struct {
 	OpenKeys []string
 }
 
-// PrivateKey is a WireGuard private key. It prints as "(private key)", so that it cannot get into a
-// log by accident.
+// PrivateKey is a WireGuard private key. It prints as "(private key)", to keep it out of logs.
 type PrivateKey [32]byte
 
 const hiddenKey = "(private key)"
@@ -64,10 +62,10 @@ func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil 
 // or *.json. It skips names with a leading dot, such as the ..data directories of a mounted
 // ConfigMap.
 //
-// The error joins all problems by errors.Join, sorted; problems in the contents have the type
-// fabric.Problem. The error names files and fields, and never contains a private key. If the
-// directory changes while Load reads it, Load reads it again, and fails if the changes do not end
-// within about a second.
+// The error joins all problems with errors.Join, sorted. A problem in the content of a file is a
+// fabric.Problem. The error names files and fields, and never contains a private key. If files
+// change while Load reads them, it reads the directory again. It fails if the changes last longer
+// than about a second.
 func Load(dir string) (Snapshot, error) {
 	snapshot, _, err := loadSettled(dir)
 	return snapshot, err
@@ -85,12 +83,13 @@ func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) 
 		if read.equal(fingerprintOf(dir, read.keys)) {
 			return snapshot, read, err
 		}
-		time.Sleep(50 * time.Millisecond) // the writer needs a moment to finish
+		time.Sleep(50 * time.Millisecond) // for the writer to finish
 	}
 	return Snapshot{}, fingerprint{}, fmt.Errorf("%s: %w", dir, errUnsettled)
 }
 
-// load reads the directory once. The fingerprint has the state of each file when it was opened.
+// load reads the directory once. The fingerprint has the state of each file at the time of opening
+// it.
 func load(dir string) (Snapshot, fingerprint, error) {
 	names, err := list(dir)
 	if err != nil {
@@ -131,8 +130,8 @@ type content struct {
 	err  error
 }
 
-// parse makes a Snapshot from the contents of the files. readKey reads a private key file. parse
-// calls it at most once for each file.
+// parse makes a Snapshot from the contents of the files. The function readKey reads a private key
+// file. parse calls it at most once for each file.
 func parse(contents []content, readKey func(name string) content) (Snapshot, error) {
 	l := loader{seen: map[fabric.Origin]string{}}
 	for _, c := range contents {
@@ -235,7 +234,7 @@ func withoutPath(err error) error {
 	return err
 }
 
-// theGateway returns the only Gateway object. It leaves fields without a usable value at zero.
+// theGateway returns the only Gateway object. Fields without a valid value are zero.
 func (l *loader) theGateway() GatewayFile {
 	if len(l.gateways) == 0 {
 		if !l.unread {
@@ -263,7 +262,7 @@ func (l *loader) privateKey(field string, c content) PrivateKey {
 	return key
 }
 
-// decide builds the Intent, and has package fabric validate it as a whole.
+// decide builds the Intent and passes it to package fabric, which validates it as a whole.
 func (l *loader) decide(g GatewayFile, key PrivateKey) fabric.Gateway {
 	in := fabric.Intent{ClusterID: g.ClusterID, ClusterName: g.ClusterName}
 	if key != (PrivateKey{}) {

@@ -18,7 +18,7 @@ const (
 	GatewayKind       = "Gateway"
 )
 
-// The fields with the names of key files.
+// Names of the fields that contain names of key files.
 const (
 	fieldKey     = "privateKeyFile"
 	fieldNextKey = "nextPrivateKeyFile"
@@ -27,7 +27,7 @@ const (
 // Defaults of the fields that a Gateway object may leave out.
 const (
 	DefaultListenPort     = 5871             // Liqo's port
-	DefaultMetricsAddress = "127.0.0.1:5872" // Liqo's port for metrics; the kubelet reads it on the same machine
+	DefaultMetricsAddress = "127.0.0.1:5872" // Liqo's port for metrics; loopback, for clients on the same machine
 	DefaultStatusAddress  = "127.0.0.1:5873" // for the CLI on the same machine
 )
 
@@ -38,8 +38,8 @@ const (
 	MaxFlows = 1 << 26 // more flows would need tens of gigabytes
 )
 
-// GatewayFile is the gateway's own part of the configuration. It is not a Kubernetes object. A
-// value that is marshalled to YAML or JSON and loaded again is unchanged.
+// GatewayFile is the gateway's own part of the configuration. Its format is that of a Kubernetes
+// object, but no API server has this kind.
 //
 //	apiVersion: isthmus.net/v1alpha1
 //	kind: Gateway
@@ -70,7 +70,7 @@ type GatewayFile struct {
 	// FlowLog is the name of the file to which the gateway appends one line of JSON for each flow that opens,
 	// closes or is refused; "-" is standard output. By default, there is no log.
 	FlowLog          string `json:"flowLog,omitempty"`
-	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one in this many flows, default 1
+	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one flow out of FlowLogSample, default 1
 	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // maximum number of lines per second, default 1000
 
 	NAT

@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NAT has the bounds and timeouts of the NAT engine, as GatewayFile sets them. An omitted
-// field, or 0, means the engine's default; see natengine.Config.
+// NAT has the bounds and timeouts of the NAT engine, as GatewayFile sets them. If a field is absent
+// or 0, the engine's default applies; see natengine.Config.
 type NAT nat[int, bool, Duration]
 
 // natRaw has the fields of NAT before parsing, so that each invalid field has its own message.
@@ -36,7 +36,7 @@ type nat[number, truth, duration any] struct {
 	FragmentTimeout        duration `json:"fragmentTimeout,omitempty"`
 }
 
-// Config returns the configuration of the engine without addresses. The caller adds the addresses.
+// Config returns the configuration of the engine. The caller adds the addresses.
 func (n NAT) Config() natengine.Config {
 	return natengine.Config{
 		MaxFlows: n.MaxFlows, MaxFlowsPerPeer: n.MaxFlowsPerPeer, MaxFlowsPerHost: n.MaxFlowsPerHost, RandomPorts: n.RandomPorts,
@@ -50,8 +50,8 @@ func (n NAT) Config() natengine.Config {
 	}
 }
 
-// NATField is one field of a NAT, for use as a flag. Value is a pflag.Value that writes to the
-// field.
+// NATField describes one field of a NAT, from which the caller can make a command-line flag. Value
+// is a pflag.Value that writes to the field.
 type NATField struct {
 	Name  string // in gateway.yaml
 	Flag  string

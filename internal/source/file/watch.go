@@ -13,26 +13,25 @@ import (
 const (
 	pollInterval   = time.Second
 	settleInterval = 200 * time.Millisecond // after this time without a change, the writer has probably finished
-	settleLimit    = 10 * time.Second       // after this time the files are read even if they are still changing
+	settleLimit    = 10 * time.Second       // after this time, the files are read although they still change
 )
 
-// Watch calls callback with the content of the directory: once at the start, and again whenever
-// the result of Load changes. That includes a change to an error, to another error, or back to
-// the previous Snapshot. Rewriting files with the same content is no change. Watch returns when
-// ctx ends, and never calls callback after that. Calls of callback never overlap.
+// Watch calls callback with the content of the directory: once at the start, and again whenever the
+// result of Load changes, whether it is a Snapshot or an error. Watch returns when ctx ends, and
+// never calls callback after that. Calls of callback never overlap.
 //
-// Watch polls once a second. Polling works with every file system. It also works with a mounted
-// ConfigMap, which is replaced by changing one symbolic link for all files; an inotify watch on
-// a file would break there. Watch compares name, inode, size and modification time. It reads
-// the files once these have been stable for 200 ms, so that it rarely sees a half-written file.
-// It reports a change within about 1.5 s.
+// Watch polls once a second, because polling works with every file system. It also works with a
+// mounted ConfigMap, where an update replaces one symbolic link for all files and breaks inotify
+// watches on the files. Watch compares name, inode, size and modification time. It reads the files
+// once these have been stable for 200 ms, so that it rarely reads a half-written file. It reports a
+// change within about 1.5 s.
 func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	var (
 		last    Snapshot
 		lastErr string
 		first   = true
 		loaded  fingerprint
-		confirm bool // read once more: a file may have changed again within the resolution of its timestamp
+		confirm bool // read the files once more: a file may have changed again within the resolution of its timestamp
 		poll    = time.NewTicker(pollInterval)
 	)
 	defer poll.Stop()

@@ -33,7 +33,7 @@ const (
 	agentName = "route-agent"
 )
 
-// writeInterval is how often Write checks the objects without an event.
+// writeInterval is the time after which Write checks the objects even without an event.
 const writeInterval = time.Second
 
 // Write updates the API objects while this replica is the active one: the label of the active
@@ -43,8 +43,8 @@ const writeInterval = time.Second
 // then leaves all objects unchanged.
 //
 // Write begins after the first complete read from the API server. A replica that runs from its
-// saved snapshot has no API server to write to. Write sends only differences. Each object has
-// its own retries, so a failing write delays no other object.
+// saved snapshot cannot reach the API server. Write sends only differences. Each object has its own
+// retries, so a failing write delays no other object.
 func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
 	g.writing.Lock()
 	defer g.writing.Unlock()
@@ -100,23 +100,23 @@ type writer struct {
 	lastLogged string // last logged problem with Pods and Service
 
 	nextKey  [32]byte  // next private key of the rotation, as of the last round
-	lagEnded time.Time // time since which no peer has lagged
+	lagEnded time.Time // since when all peers have had a session with the next key
 	offer    offer
 }
 
 // memory is the state of one written object.
 type memory struct {
-	version      string    // resourceVersion that this replica has patched; a cache that still returns it is stale
+	version      string    // resourceVersion before the last patch by this replica; if the cache returns it, the cache is stale
 	written      time.Time // time of the last successful write
 	retries      retries
-	cost         retries       // retries for the deletion cost, which an admission policy may reject separately
-	rtt          time.Duration // smoothed
+	cost         retries       // retries for the pod deletion cost, which an admission policy may reject on its own
+	rtt          time.Duration // smoothed round-trip time
 	statusInputs statusInputs  // inputs from which the stored status was made; zero: unknown
 	pruned       bool          // the API server drops the conditions of the object's status
-	seen         bool          // seen in the current round
+	used         bool          // memoryOf was called in the current round
 }
 
-// retries limit how often a failed write is repeated.
+// retries delays the next attempt after a failed write.
 type retries struct {
 	next     time.Time // earliest time of the next attempt
 	failures int
@@ -128,7 +128,7 @@ func (w *writer) memoryOf(o client.Object) *memory {
 		m = new(memory)
 		w.memory[o.GetUID()] = m
 	}
-	m.seen = true
+	m.used = true
 	return m
 }
 
@@ -175,13 +175,14 @@ func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Ob
 	return err == nil
 }
 
-// forget ends a round: it drops the memory of objects that no longer exist.
+// forget ends a round. It drops the memory of objects that the round did not use, because they no
+// longer exist.
 func (w *writer) forget() {
 	for uid, m := range w.memory {
-		if !m.seen {
+		if !m.used {
 			delete(w.memory, uid)
 		}
-		m.seen = false
+		m.used = false
 	}
 }
 
@@ -196,7 +197,7 @@ func (w *writer) markActive(ctx context.Context, placed func()) {
 	node := w.nodeAddr(ctx)
 	trouble := ""
 	if !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Name == w.o.Pod }) {
-		trouble = fmt.Sprintf("Pod %s/%s: not there, or without the labels %s; the Service does not find the active gateway", w.o.Namespace, w.o.Pod, text(podLabels))
+		trouble = fmt.Sprintf("Pod %s/%s does not exist or lacks the labels %s, so the Service does not select the active gateway", w.o.Namespace, w.o.Pod, text(podLabels))
 	}
 	if n := len(services.Items); n != 1 {
 		trouble = cmp.Or(trouble, fmt.Sprintf("namespace %s has %d Services labelled %s; want one, by which peers reach the gateway", w.o.Namespace, n, text(serviceLabels)))
@@ -224,8 +225,8 @@ func (w *writer) markActive(ctx context.Context, placed func()) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	// The deletion cost has its own patch and retries, because older RBAC rules forbid this patch,
-	// and the label must not wait for it.
+	// The deletion cost has its own patch and retries: older RBAC rules forbid this patch, and its
+	// failure must not delay the label.
 	for i := range pods.Items {
 		have, cost := &pods.Items[i], ""
 		if have.Name == w.o.Pod {
@@ -247,11 +248,11 @@ func (w *writer) markActive(ctx context.Context, placed func()) {
 	}
 }
 
-// activeDeletionCost is the pod deletion cost of the active gateway. With this cost a Deployment
+// activeDeletionCost is the pod deletion cost of the active gateway. Because of this cost, a Deployment
 // ends standbys first, so an update of all replicas moves the active gateway only once.
 const activeDeletionCost = "1"
 
-// markService points the nodes to this replica, by annotations of the Service.
+// markService writes annotations into the Service that direct the nodes to this replica.
 func (w *writer) markService(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
 	if w.o.Node != "" { // agents find a host-network gateway by the TunnelEndpoints instead
@@ -271,8 +272,7 @@ func (w *writer) markService(ctx context.Context, have *corev1.Service, node net
 	w.patch(ctx, "Service", have, want, false)
 }
 
-// nodeAddr returns the address of our node, or zero while the address is unknown. The Service's
-// port on that node forwards to us.
+// nodeAddr returns the address of our node, or zero while the address is unknown.
 func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
 	if w.o.Node == "" {
 		return w.o.PodIP

@@ -22,13 +22,13 @@ import (
 )
 
 const (
-	// maxVoters and minVoters limit the number of nodes that vote. With two voters, one
-	// crash would silence the gateways.
+	// maxVoters and minVoters limit the number of nodes that vote. With two voters, the crash of
+	// one node would end every majority, so no gateway could send.
 	maxVoters = 9
 	minVoters = 3
 
-	// trialTimeout is how long a trial waits for all voters of a list to answer. After that, it
-	// continues without the silent voters.
+	// trialTimeout is how long a trial (see ballot.try) waits for the answers of all its voters.
+	// After that, it replaces the silent voters.
 	trialTimeout = 5 * time.Second
 
 	// maxSilence is how long a voter may be silent before another node replaces it. It is longer
@@ -45,8 +45,8 @@ const (
 	maxVotersAbsence = 30 * time.Second
 )
 
-// listOf returns the list of voters in a Lease. If the list has no voters, the Lease decides which
-// replica is active.
+// listOf returns the list of voters in a Lease. If the list has no voters, the Lease and not the
+// votes decides which replica is active.
 func listOf(lease *coordinationv1.Lease) (l voting.List) {
 	if lease == nil {
 		return l
@@ -72,8 +72,8 @@ func withList(lease *coordinationv1.Lease, l voting.List) {
 	lease.Annotations[isthmus.AnnotationVoters] = string(b)
 }
 
-// votesMark is the value of AnnotationVotes. With it, a gateway publishes whether the nodes vote,
-// and the key that verifies signatures of gateways.
+// votesMark is the value of AnnotationVotes, by which a gateway publishes whether the nodes vote,
+// and the public key of the gateways' signatures.
 type votesMark struct {
 	Epoch  int32  `json:"epoch"`
 	Key    []byte `json:"key"`
@@ -111,8 +111,8 @@ func (g *Gateway) votes() votesMark {
 	return votesMark{e.transition, voting.KeyOf(shared).Public().(ed25519.PublicKey), e.byVotesLocked(), e.votes.wanted || e.byVotesLocked()}
 }
 
-// publishKey writes the public key into the Service if the Service has another key. Without the
-// right key no node votes, and no gateway can become active.
+// publishKey writes the public key of the gateways' signatures into the Service, if the Service has
+// another key or none. Without that key, no node votes, so no gateway can become active.
 func (g *Gateway) publishKey(ctx context.Context) {
 	var services corev1.ServiceList
 	if !g.reading.Load() || g.objects.List(ctx, &services) != nil || len(services.Items) != 1 {
@@ -135,18 +135,18 @@ func (g *Gateway) publishKey(ctx context.Context) {
 	}
 }
 
-// ballot is the part of an election that concerns votes. Only the election's run may use it.
-// The exceptions are Candidate, wanted and the election's list.
+// ballot is the part of an election that concerns votes. Only the goroutine of election.run may use
+// its fields, except Candidate and wanted.
 type ballot struct {
 	*voting.Candidate
 	wanted bool // the installation is configured to use votes
 
-	trial  voting.List          // list with which the holder of the Lease tries to get a majority
-	tried  time.Time            // time at which the trial began
+	trial  voting.List          // list of the trial; see try
+	tried  time.Time            // when the trial began
 	silent map[string]bool      // nodes that did not answer in the trial
-	absent time.Time            // since when the Nodes of a majority of voters have been missing; zero: they exist
+	absent time.Time            // since when no majority of the voters has had Nodes or has answered; zero: a majority has
 	quiet  map[string]time.Time // silent voter → since when it has been silent
-	key    func()               // writes the key for checking gateways' signatures into the Service, if the Service has another key
+	key    func()               // calls Gateway.publishKey
 
 	agents    func() *map[string]bool // returns the nodes with a route agent; nil: any node may have one
 	agentSeen map[string]time.Time    // node → when it was last seen with an agent
@@ -154,8 +154,9 @@ type ballot struct {
 	outdated string // last logged result of staleList
 }
 
-// voters chooses the nodes that vote: first the present voters whose Nodes still exist, then
-// other nodes in a stable order.
+// voters chooses the nodes that vote: an odd number of at most maxVoters, or none if there are
+// fewer than minVoters. It prefers the nodes in before, and takes further nodes in a stable order.
+// It never chooses a node in without.
 func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[string]netip.Addr {
 	var all []string
 	for name := range nodes {
@@ -163,7 +164,7 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 			all = append(all, name)
 		}
 	}
-	n := min(maxVoters, len(all)-(len(all)+1)%2) // an odd number: an even one would not tolerate more failures
+	n := min(maxVoters, len(all)-(len(all)+1)%2) // an odd number: one more voter would not tolerate one more failure
 	if n < minVoters {
 		return nil
 	}
@@ -186,8 +187,8 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 	return chosen
 }
 
-// step returns a list that differs from have by one voter and is closer to want. If the voters of
-// have equal want, step returns have.
+// step returns the next list on the way from have to the voters in want. It differs from have by
+// one voter. If have already has these voters, step returns have.
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {
@@ -220,7 +221,8 @@ func step(have voting.List, want map[string]netip.Addr) voting.List {
 	return next
 }
 
-// byVotesLocked reports whether votes decide, as far as this replica knows. The caller holds e.mu.
+// byVotesLocked reports whether votes, and not the Lease, decide which replica is active, according
+// to the last list that this replica has read. The caller holds e.mu.
 func (e *election) byVotesLocked() bool { return e.votes != nil && len(e.list.Voters) > 0 }
 
 func (e *election) byVotes() bool {
@@ -229,7 +231,7 @@ func (e *election) byVotes() bool {
 	return e.byVotesLocked()
 }
 
-// lacksMajority reports whether votes decide and this replica does not have a majority.
+// lacksMajority reports whether votes decide and this replica has no majority of votes.
 func (e *election) lacksMajority() bool { return e.byVotes() && !e.votes.View().Holds }
 
 // newestList returns the newest list of voters that this replica has read.
@@ -243,7 +245,7 @@ func (e *election) newestList() voting.List {
 func (e *election) sinceSeen() time.Time {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.seen
+	return e.firstSeen
 }
 
 // voters returns the number of nodes that vote, and the number of those that have answered
@@ -267,10 +269,10 @@ func (e *election) hasMajorityLocked(v voting.View) bool {
 	return answering > len(e.list.Voters)/2
 }
 
-// staleList explains why no gateway can get votes with a list that is two or more versions older
-// than the nodes' list. It returns "" if the list is recent enough. The nodes' list may have
-// elected another gateway, and may share no voter with a majority of the old list. Therefore no
-// gateway may give the old list a newer version.
+// staleList explains why no gateway can get votes with list: it is two or more versions older than
+// the list that the nodes have stored. It returns "" if list is recent enough. A gateway must not
+// repair this by publishing the old voters under a newer version. By the nodes' list, another
+// gateway may be active, and a majority of that list may include no voter of the old list.
 func staleList(list voting.List, v voting.View) string {
 	if v.Newest <= list.Version+1 {
 		return ""
@@ -279,12 +281,12 @@ func staleList(list voting.List, v voting.View) string {
 		isthmus.LeaseGateway, list.Version, v.Newest, isthmus.AnnotationVoters, v.Newest+1)
 }
 
-// reevaluateVotesLocked decides who is active while votes decide. The caller holds e.mu.
+// reevaluateVotesLocked updates the name of the active replica by the votes. The caller holds e.mu.
 func (e *election) reevaluateVotesLocked(v voting.View, now time.Time) {
 	if has := e.hasMajorityLocked(v) && staleList(e.list, v) == ""; has || e.hasMajority {
 		e.hasMajority, e.lastMajority = has, now
 	}
-	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // this replica may have got the votes again without another gateway in between
+	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // again: this replica may have lost the votes and got them again, without another active gateway in between
 	switch {
 	case v.Holds:
 		name, e.transition = e.identity, max(e.transition, int32(v.Epoch))
@@ -305,8 +307,8 @@ func (e *election) reevaluateVotesLocked(v voting.View, now time.Time) {
 	}
 }
 
-// stepVotes replaces step while votes decide. The Lease then only publishes which gateway is
-// active and which nodes vote.
+// stepVotes returns the Lease to write while votes decide, or nil if there is nothing to write. The
+// Lease then only publishes which gateway is active and which nodes vote.
 func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1.Lease) {
 	b := e.votes
 	e.mu.Lock()
@@ -321,7 +323,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 		}
 		majority := len(list.Voters)/2 + 1
 		switch absent := len(nodes) > 0 && present < majority && len(v.Heard) < majority; {
-		case e.lease == nil || standDown(e.lease, e.identity, e.sinceSeen(), now) > 0: // another gateway is active
+		case e.lease == nil || standDown(e.lease, e.identity, e.sinceSeen(), now) > 0: // there is no Lease, or another gateway has written it recently
 			b.absent = time.Time{}
 		case !absent && v.Newest > list.Version+1:
 			b.absent = time.Time{}
@@ -329,7 +331,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 				b.outdated = why
 				e.log.Warn("nodes elect no gateway: " + why)
 			}
-		case !absent && v.Newest == list.Version+1: // the nodes' list is one version newer than that in the Lease, so the two differ by at most one voter
+		case !absent && v.Newest == list.Version+1: // the nodes' list is one version newer than the list in the Lease, so the two lists differ by at most one voter
 			want = e.lease.DeepCopy()
 			withList(want, voting.List{Version: v.Newest, Voters: list.Voters})
 		case !absent:
@@ -349,17 +351,17 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	next := list
 	nodes := b.electable(now)
 	useful := b.useful(b.Answering(), list.Voters, nodes, now)
-	// If only two of three voters remained, the next crash of a voter would silence the
-	// gateways.
+	// If fewer than minVoters nodes can vote, return to the Lease: with two voters, the crash of
+	// one would stop all gateways.
 	switch off := !b.wanted || min(len(nodes), len(useful)) < minVoters; {
 	case off && v.List == list.Version:
 		b.Fence()
-	case v.List > list.Version: // a majority of voters has stored a list without voters
+	case v.List > list.Version: // the fence is complete: a majority of voters has stored a list without voters
 		next = voting.List{Version: v.List}
-		if !off { // votes may stay on, for example because a missing Node was replaced
+		if !off { // continue to vote, for example because a missing Node was replaced meanwhile
 			next.Voters = list.Voters
 		}
-	case v.List == list.Version && !v.Pending: // a pending fence may already use the next version
+	case v.List == list.Version && !v.Pending: // while a fence is pending, it may already use the next version
 		if chosen := voters(useful, list.Voters, nil); chosen != nil {
 			next = step(list, chosen)
 		}
@@ -405,7 +407,7 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 
 // useful returns the nodes that may vote from now on: the nodes in answering, and those voters in
 // list that exist in nodes and have been silent for less than maxSilence. It adds these voters to
-// answering. A silent voter counts as a vote against the holder.
+// answering.
 func (b *ballot) useful(answering, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)
@@ -425,9 +427,9 @@ func (b *ballot) useful(answering, list, nodes map[string]netip.Addr, now time.T
 	return answering
 }
 
-// try makes the holder of the Lease collect votes before votes decide. Once all voters of a
-// list have voted for the holder, it returns the list to write. Until then, it returns the zero
-// List.
+// try makes a trial: while the Lease decides, its holder proposes voters and asks them for votes.
+// Once all of them have voted for the holder, try returns their list. By writing that list into the
+// Lease, the caller lets votes decide. Until then, try returns the zero List.
 func (b *ballot) try(before voting.List, now time.Time) voting.List {
 	if !b.wanted {
 		return voting.List{}
@@ -453,7 +455,7 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 		return voting.List{}
 	}
 	version := before.Version + 1
-	if v.Newest > b.trial.Version { // rejected: an earlier election, which the Lease no longer records, used higher versions
+	if v.Newest > b.trial.Version { // the nodes rejected the trial's version: an earlier election, which the Lease no longer records, used higher versions
 		version = max(version, v.Newest+1)
 	}
 	if !maps.Equal(chosen, b.trial.Voters) || b.trial.Version < version {

@@ -391,7 +391,7 @@ func TestStandbyAdvancesTheVoterListByOneVoterOnly(t *testing.T) {
 		holder := tc.holder
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
 		withList(lease, list)
-		e.lease, e.seen = lease, now
+		e.lease, e.firstSeen = lease, now
 		for range 2 {
 			got := listOf(e.stepVotes(tc.view, now))
 			if got.Version != tc.want || tc.want != 0 && !maps.Equal(got.Voters, all) {

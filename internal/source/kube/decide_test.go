@@ -284,16 +284,16 @@ func TestLeaseAgeExcludesAPIServerOutages(t *testing.T) {
 		e.reached(nil)
 		e.observe(lease, time.Now())
 		long := time.Now().Add(-time.Hour)
-		e.seen = long
+		e.firstSeen = long
 		e.reached(nil)
 		e.observe(lease, time.Now())
-		if e.seen != long {
+		if e.firstSeen != long {
 			t.Error("with contact, the Lease has aged")
 		}
 		e.last = time.Now().Add(-contactGap - time.Millisecond)
 		e.reached(nil)
 		e.observe(lease, time.Now())
-		if wait := standDown(lease, "me", e.seen, time.Now()); wait < leaseDuration-time.Second {
+		if wait := standDown(lease, "me", e.firstSeen, time.Now()); wait < leaseDuration-time.Second {
 			t.Errorf("after a gap: wait %v", wait)
 		}
 	})

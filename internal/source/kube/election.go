@@ -37,20 +37,21 @@ const (
 //
 //   - A replica becomes active by writing its name into the Lease, if the Lease has no holder or
 //     has not changed for leaseDuration.
-//   - It stays active until it reads another name, even without an API server and across a restart
-//     (see remember). While it cannot renew the Lease it asks the other gateways, and stops sending
-//     to peers if one of them does not answer (see decide).
+//   - It stays active until it reads another name in the Lease, even without an API server and
+//     across a restart (see remember). While it cannot renew the Lease, it asks the other gateways
+//     about their state. If one of them does not answer, it stops sending to peers (see decide).
 //   - A standby does not take an expired Lease while the Lease's holder answers and sends to peers.
 //     If the holder does not renew the Lease, the standby renews it in the holder's name, so that
-//     readers of the Lease know that a gateway is active.
-//   - Time without contact to the API server does not count. A standby cannot tell whether the
-//     active replica died or lost the API server, too. Therefore the standby gives it another
-//     leaseDuration to renew.
+//     the Lease shows that a gateway is active.
+//   - A standby measures the age of the Lease only while it can reach the API server. After an
+//     outage of the API server, the active replica has another leaseDuration to renew the Lease,
+//     because it may have lost the API server, too.
 //
-// client-go's elector differs in each of these points. It gives up when it cannot renew for a
-// while, and then the first replica to reach the API server takes over. It also reads the Lease
-// only every two to four seconds. This election learns of changes from a watch, and takes over as
-// soon as the Lease has expired. The content of the Lease means the same to both electors.
+// client-go's elector differs in each of these points. Its holder gives up if it cannot renew the
+// Lease for a while, and then the first replica that reaches the API server takes over. It also
+// reads the Lease only every two to four seconds. This election watches the Lease, and takes over
+// as soon as the Lease has expired. The fields of the Lease have the same meaning for both
+// electors.
 //
 // A replica counts as active if it is the holder and may send to peers.
 type election struct {
@@ -59,16 +60,16 @@ type election struct {
 	identity     string
 	id           gatewayID // hash of identity
 	log          *slog.Logger
-	changed      signal        // the result of holder or active changed
+	changed      signal        // the result of holder or active has changed
 	met          func()        // called when another gateway answers for the first time; may be nil
 	leaseChanged signal        // the Lease has changed
 	voted        signal        // the votes have changed
 	votes        *ballot       // nil: nodes never vote
 	cached       func() string // the holder of the Lease according to the watch, which may be behind
 
-	// Only the goroutine of run uses these.
+	// Only the goroutine of run uses the next four fields.
 	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
-	version          string                // resourceVersion of the Lease that was first seen at the time in seen
+	version          string                // resourceVersion of the Lease to which firstSeen belongs
 	renewedForHolder time.Time             // when this replica last renewed the Lease in its holder's name
 	written          time.Time             // when this replica last wrote the Lease
 
@@ -77,19 +78,19 @@ type election struct {
 	transition   int32       // transitions of the Lease, or epoch of the votes
 	taken        takeover    // why and when this replica last became active
 	list         voting.List // list of voters in the Lease
-	switching    bool        // a request to change between Lease and votes is pending or was lost, so it is unknown which of them decides
-	switchedFrom string      // version of the Lease before the request of switching
+	switching    bool        // a request to switch between Lease and votes is pending or was lost, so it is unknown which of the two decides
+	switchedFrom string      // resourceVersion of the Lease before that request
 	lacking      bool        // this replica is the holder but lacks a majority of votes
 	hasMajority  bool        // a majority of the voters has answered recently
 	lastMajority time.Time   // when hasMajority was last true; zero: never
 	eligible     bool        // this replica may become active
 	renewed      time.Time   // when the last successful renewal by this replica was sent
-	seen         time.Time   // when the present version of the Lease was first seen, counting only time with contact to the API server
+	firstSeen    time.Time   // when this replica first read the present version of the Lease, or its first contact after an outage of the API server, if that was later
 	last         time.Time   // last contact with the API server
 	away         bool
 	taking       bool   // a request that makes this replica the holder is pending or was lost
-	sending      bool   // the holder may send
-	unanswered   string // the Pod that prevents the holder from sending; empty: none
+	sending      bool   // this replica may send to peers if it is the holder
+	unanswered   string // the Pod whose missing answer prevents this replica from sending; empty: none
 	others       map[gatewayID]*otherGateway
 }
 
@@ -222,7 +223,7 @@ func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time
 	return retryPeriod
 }
 
-// counted reports whether a change of the votes requires a step.
+// counted reports whether step must be called at once, because of a change of the votes.
 func (e *election) counted(now time.Time) bool {
 	v := e.votes.View()
 	if e.byVotes() {
@@ -237,17 +238,17 @@ func (e *election) confirmed(now time.Time) bool {
 	return e.viewLocked(now).confirmed
 }
 
-// begin returns how long the Lease must not be written. If that is 0 and this replica is not the
-// holder, this replica makes no further promises to other gateways until it knows the result of its
-// request for the Lease. renewForHolder is true if the holder answers but does not renew the Lease.
+// begin returns how long this replica must not write the Lease. If wait is 0 and this replica is
+// not the holder, it requests the Lease next. Until it has the result, it makes no further promises
+// to other gateways. renewForHolder is true if the holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	v := e.viewLocked(now)
-	v.free, v.wait = holderOf(e.lease) == "", standDown(e.lease, e.identity, e.seen, now)
+	v.free, v.wait = holderOf(e.lease) == "", standDown(e.lease, e.identity, e.firstSeen, now)
 	r := decide(v)
 	e.taking = e.taking || r.wait <= 0 && !v.holds
-	return r.wait, r.deferring && now.Sub(e.seen) >= renewForHolderAfter
+	return r.wait, r.deferring && now.Sub(e.firstSeen) >= renewForHolderAfter
 }
 
 // renewForHolder renews the Lease in the name of its holder. The renewal does not count as a sign
@@ -271,11 +272,11 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if version != e.version || e.seen.IsZero() {
-		e.version, e.seen = version, now
+	if version != e.version || e.firstSeen.IsZero() {
+		e.version, e.firstSeen = version, now
 	}
 	e.taking = false
-	e.switching = e.switching && version == e.switchedFrom // the request may still reach the API server
+	e.switching = e.switching && version == e.switchedFrom // while the Lease is unchanged, that request may still arrive
 	// Versions of the list only grow. If the Lease was deleted, lacks the annotation or was restored
 	// from an old copy, votes still decide, and the holder writes the list again. If the Lease
 	// decides, a list with voters counts in any version, because versions may start anew after the
@@ -298,8 +299,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
 		transition = *lease.Spec.LeaseTransitions
 	}
-	// Votes may be newer than the Lease. After a restart, a replica knows the number of the
-	// last takeover but not the name of the replica that took over.
+	// Votes may be newer than the Lease. But after a restart, a replica has saved the number of the
+	// last takeover without the name of the new holder, so it reads the name from the Lease.
 	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
 		e.reevaluateLocked(now)
 		return
@@ -332,8 +333,8 @@ func (e *election) viewLocked(now time.Time) view {
 // readsLocked reports whether the API server answered the last request. The caller holds e.mu.
 func (e *election) readsLocked() bool { return !e.away && !e.last.IsZero() }
 
-// reevaluate decides again whether this replica may send to peers. The passage of time alone can
-// end that permission.
+// reevaluate updates whether this replica may send to peers. Call it regularly, because that
+// permission can end without any event.
 func (e *election) reevaluate(now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -356,7 +357,7 @@ func (e *election) reevaluateLocked(now time.Time) {
 		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
 		e.leaseChanged.set() // read the Lease if possible
-		e.changed.set()      // also set if this replica was not sending before
+		e.changed.set()      // even if this replica was not sending before
 	}
 	e.unanswered = r.unanswered
 	if r.maySend == e.sending {
@@ -371,15 +372,15 @@ func (e *election) reevaluateLocked(now time.Time) {
 	e.changed.set()
 }
 
-// lastTransition returns the number of takeovers of the Lease that this replica knows of.
+// lastTransition returns the last known number of takeovers of the Lease.
 func (e *election) lastTransition() int32 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.transition
 }
 
-// reached records whether the API server answered. An error about the Lease also counts as an
-// answer.
+// reached returns whether the API server answered, and records the result. NotFound, Conflict and
+// AlreadyExists count as answers.
 func (e *election) reached(err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -392,7 +393,7 @@ func (e *election) reached(err error) bool {
 		return false
 	}
 	if now.Sub(e.last) > contactGap {
-		e.seen = now
+		e.firstSeen = now
 	}
 	e.last = now
 	if e.away {
@@ -402,15 +403,15 @@ func (e *election) reached(err error) bool {
 	return true
 }
 
-// active reports whether this replica is active: it is the holder as far as it knows, and may
-// send to peers.
+// active reports whether this replica is active: it is the last known holder, and may send to
+// peers.
 func (e *election) active() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.name == e.identity && e.sending
 }
 
-// holds reports whether this replica was the last known holder.
+// holds reports whether this replica is the last known holder.
 func (e *election) holds() bool { return e.holder() == e.identity }
 
 // holder returns the last known holder.
@@ -442,9 +443,9 @@ func (e *election) readHolder(ctx context.Context) (holder string, refused bool,
 	return holderOf(lease), false, nil
 }
 
-// resume makes this replica the holder according to its snapshot, until it learns of another
-// holder. Call it before run. Gateways that answered before the restart have to answer again
-// before this replica sends to peers.
+// resume makes this replica the holder because its snapshot says so, until it learns of another
+// holder. Call resume before run. This replica does not send to peers until all gateways that
+// answered before the restart have answered again.
 func (e *election) resume(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -455,8 +456,8 @@ func (e *election) resume(known acquaintance) {
 	e.reevaluateLocked(time.Now())
 }
 
-// superseded reports whether another gateway has answered that this replica no longer holds the
-// Lease. known was saved when this replica held the Lease.
+// superseded reports whether an answer of another gateway shows that this replica no longer holds
+// the Lease. known is the state that this replica saved while it held the Lease.
 func (e *election) superseded(known acquaintance, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -29,10 +29,9 @@ const (
 	maxNote        = 1024 // the API server's limit for a note
 )
 
-// PodEvents records Events on a component's own Pod, where people look first if the Pod is not
-// ready. Each call writes its Event before it returns, because a component with a fatal problem
-// exits next. Its methods may be called concurrently. The methods of a nil PodEvents do
-// nothing.
+// PodEvents records Events of a component's own Pod. Each call writes its Event before it returns,
+// because a component with a fatal problem exits next. Its methods may be called concurrently. The
+// methods of a nil PodEvents do nothing.
 type PodEvents struct {
 	api       client.Client
 	component string
@@ -60,8 +59,8 @@ func NewPodEvents(config *rest.Config, component, namespace, pod string, uid typ
 		about: corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: namespace, Name: pod, UID: uid}}, nil
 }
 
-// Warn records a problem. Callers call it repeatedly while the problem lasts. It ignores repeated
-// calls with the same arguments for ten minutes, and then sends the Event again.
+// Warn records a problem. Callers repeat the call while the problem lasts. A repeated call writes
+// the Event again only after repeatInterval.
 func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
 	return e.record(ctx, corev1.EventTypeWarning, reason, note)
 }
@@ -74,7 +73,7 @@ func (e *PodEvents) Note(ctx context.Context, reason, note string) error {
 	return e.named(e.write(ctx, corev1.EventTypeNormal, reason, cut(note, maxNote), time.Now()))
 }
 
-// Mended records the end of the last problem. It does nothing if there was none.
+// Mended records the end of the last problem. It does nothing if there was no problem.
 func (e *PodEvents) Mended(ctx context.Context, note string) error {
 	if e == nil {
 		return nil
@@ -117,8 +116,8 @@ func (e *PodEvents) named(err error) error {
 	return err
 }
 
-// due reports whether a message must be sent now, and if so records it as sent. It returns
-// false if the same message was sent less than repeatInterval ago.
+// due returns false if the same message was sent less than repeatInterval ago. Otherwise it records
+// the message as sent and returns true.
 func (e *PodEvents) due(message string, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -34,21 +34,22 @@ type GatewayOptions struct {
 	Namespace string     // namespace of the installation, with the key Secret, Lease, Service and Pods
 	Pod       string     // name of this replica's Pod
 	PodIP     netip.Addr // address of the Pod; a Pod in the host network has the address of its node
-	// Node is the name of this replica's Node, if the replica has its own network namespace, where
-	// the overlay ends. It is empty if the replica uses the host network.
+	// Node is the name of this replica's Node if the replica has its own network namespace, which
+	// then contains the gateway's end of the overlay. It is empty if the replica uses the host
+	// network.
 	Node string
 	// Cluster is the identity of our cluster. If Cluster has no ID, the identity comes from the
-	// ConfigMap in Namespace that Liqo and `isthmus install` write. If that does not exist, the ID
-	// is the UID of the namespace kube-system.
+	// ConfigMap in Namespace that Liqo and `isthmus install` write. If there is no such ConfigMap,
+	// the ID is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // number of tunnels of this replica; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
-	// Votes makes nodes vote on which replica is active. It requires route agents on three
+	// Votes makes nodes vote on which replica is active. It requires route agents on at least three
 	// nodes, and gateways with their own network namespace.
 	Votes bool
-	// StateDirectory keeps state, including the private key, across restarts. If this replica was
-	// active, it restarts with that state while the API server does not answer. Without a
-	// StateDirectory, it waits for the API server.
+	// StateDirectory is the directory that keeps state, including the private key, across restarts.
+	// A replica that was active can restart with that state while the API server does not answer.
+	// If StateDirectory is empty, a replica waits for the API server.
 	StateDirectory string
 	// RotateKeys is the maximum age of the private key. With 0, the key is never rotated.
 	// RotationPatience is how long a rotation waits for peers. With 0, it waits without limit.
@@ -67,11 +68,11 @@ type Gateway struct {
 	objects        *objects
 	look           signal
 	metrics        *gatewayMetrics
-	reading        atomic.Bool // everything has been read once
+	reading        atomic.Bool // all watched objects have been read once
 	keeper         *keeper
 	objectsChanged atomic.Bool // TunnelEndpoints or NatMappings have changed since they were listed
 
-	prepared  chan struct{} // closed when everything has been read once
+	prepared  chan struct{} // closed when all watched objects have been read once
 	leaving   chan struct{} // closed when this replica should hand over to another
 	writing   sync.Mutex    // held while Write runs
 	locations locations
@@ -84,9 +85,9 @@ type Gateway struct {
 	desired  desired
 	replaced chan struct{} // closed when desired is replaced
 
-	listen func() (net.PacketConn, error) // opens the socket for the questions of other gateways
+	listen func() (net.PacketConn, error) // opens the socket on which other gateways send questions
 
-	// agents has the nodes with a route agent's Pod. It is nil if there are no such Pods: then
+	// agents has the nodes with a route agent's Pod. It is nil if there are no such Pods; then
 	// agents may run outside of Pods.
 	agents atomic.Pointer[map[string]bool]
 	// candidate is nil if this replica uses the host network. Then only the Lease decides.
@@ -117,13 +118,13 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 }
 
 // Run watches the objects, takes part in the election, and calls serve. The function serve prepares
-// the gateway. It starts to act when the channel begin is closed, which happens when this replica
-// becomes active. The context of serve ends when the replica is no longer active; then Run calls
-// serve again. A host-network replica prepares nothing: Run calls serve only when the replica
-// becomes active. Before that, when Run sees another active replica, it calls standby once, to
-// clear state that an earlier process of this replica may have left. Run returns when ctx ends, or
-// when serve or standby fails, and releases the Lease. If another replica is ready when ctx ends,
-// serve continues until that replica has taken over, but at most for handOverTimeout.
+// the gateway, waits until the channel begin is closed, and then runs the gateway. Run closes begin
+// when this replica becomes active. When the replica is no longer active, Run ends the context of
+// serve and calls serve again. A host-network replica prepares nothing, so Run calls serve only
+// when the replica becomes active. While another replica is active, Run instead calls standby once,
+// to remove state that an earlier process of this replica may have left. Run returns when ctx ends,
+// or when serve or standby fails, and releases the Lease. If another replica is ready when ctx
+// ends, serve continues until that replica has taken over, but at most for handOverTimeout.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits. Ready and the log
 // report the reason. A replica that was active shortly before, according to its state
@@ -179,7 +180,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		leave()
 		stopQuestions()
 		elector.Wait()
-		questioners.Wait() // from here on, answers to other gateways would be wrong
+		questioners.Wait() // after this, answers to other gateways would be wrong
 		close(g.leaving)
 		// Wait for a write in progress: it could name this replica after the successor has
 		// named itself.
@@ -211,8 +212,8 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	return err
 }
 
-// release gives up the votes and the Lease. Nodes follow another replica as soon as that one
-// has the votes, so this replica yields first.
+// release gives up the votes and the Lease. It calls Yield first, because nodes switch to another
+// replica as soon as that replica has the votes.
 func (g *Gateway) release(e *election) error {
 	if e.byVotes() && g.o.Yield != nil {
 		g.o.Yield()
@@ -220,8 +221,8 @@ func (g *Gateway) release(e *election) error {
 	return e.release()
 }
 
-// CannotTakeOver returns the reason why this replica, as a standby, would not become active if the
-// active replica ended. It returns nil if this replica would.
+// CannotTakeOver returns the reason why this standby could not become active if the active replica
+// ended, or nil.
 func (g *Gateway) CannotTakeOver() error {
 	g.mu.Lock()
 	e := g.election
@@ -232,13 +233,13 @@ func (g *Gateway) CannotTakeOver() error {
 	return e.cannotTakeOver(time.Now())
 }
 
-// MaySend reports whether this replica may send to peers now. It is called just before each
+// MaySend reports whether this replica may send to peers now. The caller checks it just before each
 // send.
 func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate.Open() }
 
 // follow calls serve and standby as the election requires, until ctx ends.
 func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error, standby func() error) error {
-	cleared := false // whether standby or serve has handled the state that an earlier process left
+	cleared := false // standby or serve has handled the state of an earlier process
 	for ctx.Err() == nil {
 		if g.o.Node == "" && !e.active() {
 			g.keeper.changed.set()
@@ -302,8 +303,8 @@ func (g *Gateway) serve(ctx context.Context, e *election, serve func(context.Con
 	}
 }
 
-// prepare returns once there is a usable Snapshot from the API server and the Lease is watched.
-// All goroutines that it starts end with ctx.
+// prepare returns once there is a valid Snapshot from the API server and the Lease is watched. All
+// goroutines that it starts end with ctx.
 func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *election) error {
 	waiting := g.waiter()
 	err := retry(ctx, waiting, func() (err error) {
@@ -382,7 +383,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 
 // Ready returns the reason why this replica cannot be active or take over, or nil. A replica that
 // runs from its saved state is not ready, because it learns of no changes. A holder of the Lease is
-// not ready while it must not send to peers. A standby is not ready while it hears too few voters.
+// not ready while it must not send to peers. A standby is not ready while too few voters answer it.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -37,8 +37,8 @@ func (g *Gateway) restConfig() *rest.Config {
 }
 
 // retryingTransport repeats a request while there is no connection to the API server. The
-// reflectors of client-go would wait up to a minute between attempts, to protect an API server that
-// thousands of nodes watch. There are few gateways, so they may reconnect at once.
+// reflectors of client-go wait up to a minute between attempts, which protects an API server from
+// thousands of clients. Gateways are few, so they may reconnect at once.
 type retryingTransport struct {
 	next http.RoundTripper
 	on   *atomic.Bool // false: return an error at once
@@ -102,8 +102,8 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 }
 
 // Owner returns the owner of an address in the cluster, according to the Pods and Nodes that a
-// gateway in a Pod watches to deliver packets. A host-network gateway delivers none and knows
-// no owners. Owner may be called concurrently.
+// gateway in a Pod watches to deliver packets. For a host-network gateway, which delivers no
+// packets to Pods, the owner is always unknown. Owner may be called concurrently.
 func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.locations.owner(addr) }
 
 // podNetwork returns the nodes and pods to which a replica with its own network namespace
@@ -122,7 +122,7 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 }
 
 // watchReports watches the agents' reports. It returns once the reports have been read, or once
-// reading has failed, because an older Role forbids it and few clusters need the reports.
+// reading has failed: an older Role may forbid reading, and few clusters need the reports.
 func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
@@ -134,8 +134,8 @@ func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	<-settled
 }
 
-// waiter returns a function that logs the reason for waiting, whenever it changes and twice a
-// minute.
+// waiter returns a function that logs its argument as the reason for waiting: whenever the reason
+// changes, and twice a minute.
 func (g *Gateway) waiter() func(error) {
 	var lastLogged time.Time
 	var last string
@@ -153,8 +153,8 @@ func (g *Gateway) waiter() func(error) {
 	}
 }
 
-// identity returns the identity of our cluster. If the options contain an ID, it does not need
-// the API server, because the name is only shown to people.
+// identity returns the identity of our cluster. If the options contain an ID, identity returns them
+// without asking the API server for a name, which is only shown to people.
 func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
 	if g.o.Cluster.ClusterID != "" {
 		return g.o.Cluster, nil // was validated with the command line

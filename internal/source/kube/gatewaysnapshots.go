@@ -22,7 +22,7 @@ type Snapshot struct {
 	Preshared  map[string]PresharedKey // cluster ID → key; never modified
 }
 
-// desired is the last Snapshot with its validity.
+// desired is the last Snapshot, with its origin and the reason why it may be out of date.
 type desired struct {
 	snapshot   Snapshot
 	err        error // reason why snapshot is out of date; nil: it is up to date
@@ -40,9 +40,9 @@ func (g *Gateway) setDesired(next desired) {
 	g.replaced = make(chan struct{})
 }
 
-// Snapshots calls deliver with the current Snapshot and with each later one that differs, until
-// ctx ends. An error explains why the previous Snapshot is out of date. That Snapshot stays in
-// force.
+// Snapshots calls deliver with the current Snapshot and with each later one that differs, until ctx
+// ends. If deliver gets an error, it is the reason why the Snapshot is out of date; the Snapshot
+// stays in force.
 func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) {
 	var last desired
 	for {
@@ -67,8 +67,8 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 	}
 }
 
-// SharedKey returns keyring.Ring.Gateways, or zero if it is not known yet. After a restart it is
-// read from the state directory before the API server answers.
+// SharedKey returns keyring.Ring.Gateways, or zero if that key is unknown. After a restart, the key
+// may come from the state directory, before the API server answers.
 func (g *Gateway) SharedKey() [32]byte {
 	g.mu.Lock()
 	defer g.mu.Unlock()

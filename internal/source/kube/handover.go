@@ -15,7 +15,7 @@ import (
 
 // handOverTimeout is how long an ending replica waits for another replica to take over. A standby
 // that misses a change of the Lease reads it again after retryPeriod. handOverInterval is the
-// interval at which the ending replica checks.
+// interval between its checks whether another replica has taken over.
 const (
 	handOverTimeout  = 4 * time.Second
 	handOverInterval = 10 * time.Millisecond
@@ -41,9 +41,10 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 }
 
 // successor returns the Pod of another gateway that holds the Lease and is named by the Service.
-// The Service alone does not suffice, because it may still name an earlier gateway. Without a
-// successor, waiting reports whether another gateway is running and may become the successor.
-// Host-network gateways do not wait, because the nodes find them through the TunnelEndpoints.
+// Only both together prove the takeover, because the Service may still name an earlier gateway.
+// Without a successor, waiting reports whether another gateway is running and may become the
+// successor. Host-network gateways do not wait, because the nodes find them through the
+// TunnelEndpoints.
 func (g *Gateway) successor() (pod string, waiting bool) {
 	if g.o.Node == "" || !g.reading.Load() {
 		return "", false
@@ -70,9 +71,9 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 }
 
 // holder returns the holder of the Lease as the watch last saw it, which may be stale. It returns
-// "" if there is no holder, or until everything has been read.
+// "" if there is no holder, or if the watched objects have not been read yet.
 func (g *Gateway) holder(ctx context.Context) string {
-	if !g.reading.Load() { // objects is not usable before everything has been read
+	if !g.reading.Load() { // before all objects have been read, the cache is not usable
 		return ""
 	}
 	var lease coordinationv1.Lease

@@ -28,8 +28,8 @@ const (
 	managedBy      = "isthmus"
 )
 
-// keyFrom parses the keys. A wrong public key in the Secret is a problem and not an error: it
-// misleads only peers that read it now, and peers that already have the right key stay connected.
+// keyFrom parses the keys. A wrong public key in the Secret is a problem and not an error, because
+// only peers that read it now use it. Peers that already have the right key stay connected.
 func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err := keyring.Key(secret.Data, keyring.FieldPrivate)
@@ -75,7 +75,7 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	if ring.Offered != ([32]byte{}) {
 		data[keyring.FieldOffered] = keyring.Text(ring.Offered)
 	}
-	if ring.Next != ([32]byte{}) { // some peers may only know the next key
+	if ring.Next != ([32]byte{}) { // some peers may have only the next key
 		data = keyring.Begin(data, ring.Next, now)
 	}
 	if r, _, err := keyring.Read(data); err == nil {
@@ -113,10 +113,11 @@ func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 // tunnelsRetryInterval is the delay after which a failed write of the Secret is repeated.
 const tunnelsRetryInterval = 10 * time.Second
 
-// syncTunnels writes this replica's tunnels into data.tunnels, once for each private key. While
-// an administrator changes the number of tunnels, replicas differ. Each writes its own number
-// when it starts, so the newest replica prevails. A value that does not belong to the private
-// key is corrected at any time. syncTunnels returns a problem if the write fails.
+// syncTunnels writes this replica's tunnels into data.tunnels, once for each private key. While an
+// administrator changes the number of tunnels, replicas have different numbers. Each replica writes
+// its own number when it starts, so the newest replica prevails. If the value does not belong to
+// the private key, any replica corrects it at any time. syncTunnels returns a problem if the write
+// fails.
 func (r *refresher) syncTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
 	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, r.o.Tunnels)
 	switch {
@@ -174,13 +175,13 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 	missing := fmt.Errorf("the Secret %s/%s does not exist", r.o.Namespace, keyring.SecretName)
 	if now := time.Now(); now.After(r.keyTries) {
 		r.keyTries = now.Add(time.Second)
-		time.AfterFunc(time.Second, r.look.set) // tries again later, whether or not this attempt succeeds
+		time.AfterFunc(time.Second, r.look.set) // then check again, whether or not createKey succeeds
 		if err := r.createKey(ctx, inUse); err != nil {
 			missing = err
 		}
 	}
 	if inUse.Private != ([32]byte{}) {
-		return inUse, nil, nil // keep the keys in use: the missing Secret does not affect peers yet
+		return inUse, nil, nil // the gateway continues with these keys, so peers do not notice that the Secret is missing
 	}
 	return inUse, nil, missing
 }

@@ -65,8 +65,8 @@ type objects struct {
 	trouble map[string]error // kind → reason why it cannot be read now
 }
 
-// newObjects makes a cache of the given kinds only, each restricted to the objects that are
-// needed. It asks the API server whether it serves these kinds.
+// newObjects makes a cache of the given kinds only, each restricted to the objects that are needed.
+// It fails if the API server does not serve these kinds.
 func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
 	o := &objects{log: log, trouble: make(map[string]error)}
 	var err error
@@ -80,7 +80,7 @@ func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log
 		},
 	})
 	if meta.IsNoMatchError(err) {
-		err = fmt.Errorf("the API server does not know all kinds; install the CRDs (`isthmus install`): %w", err)
+		err = fmt.Errorf("the API server does not serve all kinds; install the CRDs (`isthmus install`): %w", err)
 	}
 	return o, err
 }
@@ -150,9 +150,9 @@ func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventH
 	return nil
 }
 
-// sameButVersion reports whether an object is unchanged in all fields that this package reads.
-// The transforms of the cache drop all other fields. Every Node sends a heartbeat every few
-// minutes, so with thousands of Nodes there is always a change to ignore.
+// sameButVersion reports whether an object is unchanged in all fields that this package reads. The
+// transforms of the cache drop all other fields. The kubelets' heartbeats update each Node every
+// few minutes, and these updates must not cause work.
 func sameButVersion(before, after any) bool {
 	a, ok := before.(client.Object)
 	b, also := after.(client.Object)
@@ -185,7 +185,7 @@ func retry(ctx context.Context, waiting func(error), try func() error) error {
 	}
 }
 
-// A signal tells its receiver that something may have changed since the last receive.
+// A signal wakes its receiver if something may have changed since the last receive.
 type signal chan struct{}
 
 func newSignal() signal { return make(signal, 1) }

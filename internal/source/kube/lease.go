@@ -17,9 +17,8 @@ func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coo
 	return e.leases.Update(ctx, lease, metav1.UpdateOptions{})
 }
 
-// standDown returns how long a replica must not write the Lease; at 0, it may write. firstSeen is
-// the time at which the replica first saw the present version. It excludes time without contact to
-// the API server.
+// standDown returns how long a replica must not write the Lease; 0 means that it may write now.
+// firstSeen is election.firstSeen.
 func standDown(lease *coordinationv1.Lease, identity string, firstSeen, now time.Time) time.Duration {
 	if holder := holderOf(lease); holder == "" || holder == identity {
 		return 0

@@ -15,11 +15,11 @@ import (
 )
 
 // locations tracks the addresses of the Nodes and Pods of a cluster, and the agents' reports. It
-// does so incrementally: listing and comparing a hundred thousand Pods after each change would
+// updates them with each event, because reading a hundred thousand Pods after each change would
 // take most of a second. Its methods may be called concurrently.
 type locations struct {
 	mu     sync.Mutex
-	known  fabric.PodPlaces        // where pods are; empty for a host-network gateway, which does not deliver packets
+	known  fabric.PodPlaces        // the nodes and pods; empty for a host-network gateway, which does not deliver packets
 	has    map[string][]netip.Addr // node → its addresses as counted in addrs
 	addrs  map[netip.Addr]int      // address of any type → number of nodes that have it
 	nodes  fabric.Site             // Site made from addrs; must not be modified while shared is set
@@ -111,8 +111,8 @@ func (p *locations) withAgents(namespace string) (nodes map[string]bool, ok bool
 }
 
 // move replaces the addresses of a node by the list addrs, which may be nil. It reports whether the
-// set of all nodes' addresses changed. It compares addrs with the counted addresses, not with the
-// old version in the event, because the event of the old version may never have been delivered.
+// set of all nodes' addresses changed. It compares addrs with the counted addresses, and not with
+// the old object in the event, because earlier events may be missing.
 func (p *locations) move(node string, addrs []netip.Addr) (moved bool) {
 	old := p.has[node]
 	if slices.Equal(old, addrs) {

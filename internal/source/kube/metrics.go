@@ -30,7 +30,7 @@ var (
 	familySourceOK  = families.Gauge("gateway_source_ok", "1 if key and objects are valid, 0 if an older configuration stays in force or there is none yet.")
 	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
-	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the previous one ended in order or gave up its votes), NotHeard (the nodes that vote no longer heard the previous one), Expired (the Lease of the previous one expired), NoneActive, Resumed (after a restart), or Unknown.", "reason")
+	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the previous one shut down or gave up its votes), NotHeard (the nodes that vote no longer heard the previous one), Expired (the Lease of the previous one expired), NoneActive, Resumed (after a restart), or Unknown.", "reason")
 	familyEpoch     = families.Gauge("gateway_epoch", "Epoch of the active gateway, as known to this gateway; each takeover increases it.")
 	familySince     = families.Gauge("gateway_active_since_timestamp_seconds", "When this gateway became active. A standby has no series.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
@@ -50,7 +50,7 @@ func newGatewayMetrics(g *Gateway) *gatewayMetrics {
 		writes:    prometheus.NewCounterVec(familyWrites.Options(), familyWrites.Labels),
 		refused:   prometheus.NewCounterVec(familyRefused.Options(), familyRefused.Labels),
 	}
-	for _, reason := range isthmus.TakeoverReasons { // start at 0: a series that begins at 1 shows no increase
+	for _, reason := range isthmus.TakeoverReasons { // the series start at 0, because Prometheus sees no increase in a series that starts at 1
 		m.takeovers.WithLabelValues(reason)
 	}
 	return m
@@ -66,7 +66,7 @@ func (m *gatewayMetrics) Describe(out chan<- *prometheus.Desc) { families.Descri
 func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 	truth := map[bool]float64{true: 1}
 	_, active := m.g.Active()
-	out <- familyActive.Sample(truth[active && m.g.MaySend()]) // a holder without votes stays active, silent
+	out <- familyActive.Sample(truth[active && m.g.MaySend()]) // a holder that lost its votes still counts as active, but may not send
 	m.g.mu.Lock()
 	e, w := m.g.election, m.g.desired
 	m.g.mu.Unlock()

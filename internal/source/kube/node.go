@@ -44,8 +44,8 @@ import (
 // Gateways are the Pods with the gateway's labels in namespace, the namespace of the
 // installation.
 //
-// WatchNode writes no objects. It returns when ctx ends. While the API server is unavailable it
-// delivers nothing, so that the last intent stays in force.
+// WatchNode returns when ctx ends. While the API server is unavailable, it delivers nothing, so the
+// last intent stays in force.
 //
 // If voter is not nil, WatchNode passes it the data for its votes. The voter reports which gateway
 // the nodes have elected, even while the API server is unavailable.
@@ -95,12 +95,12 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		now, complete, err := w.readObjects(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Error("cannot read objects from the cache", "error", err) // only a read of a kind that is not watched can fail
+				log.Error("cannot read objects from the cache", "error", err) // fails only for a kind that is not watched
 			}
 			return
 		}
 		if w.last == nil && !complete {
-			return // with an incomplete intent, an agent that has just started would remove its predecessor's routes
+			return // with an incomplete intent, a new agent would remove the routes of the previous agent
 		}
 		if w.last == nil || !reflect.DeepEqual(now, w.last) {
 			recalled()
@@ -179,7 +179,7 @@ func (r *readAllocations) parse(all []isthmus.NetworkAllocation) (fabric.Allocat
 			r.versions[all[i].UID] = all[i].ResourceVersion
 		}
 		was := r.parsed
-		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the object with our own networks was deleted: keep them, because the manager recreates it
+		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the object with our own networks was deleted: keep the networks, because the manager recreates the object
 			r.parsed.Own, r.parsed.OwnPods = was.Own, was.OwnPods
 		}
 	}
@@ -194,7 +194,7 @@ func (w *nodeWatch) readObjects(ctx context.Context) (now *nodeSnapshot, complet
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
-	w.podGateways = !hosts && (w.podGateways || len(pods.Items) > 0) // if all gateways were deleted, expect new ones with their own network namespaces, too
+	w.podGateways = !hosts && (w.podGateways || len(pods.Items) > 0) // if all gateways were deleted, assume that the new ones have their own network namespaces, too
 	now = &nodeSnapshot{}
 	in := &now.intent
 	in.OnlyPods = w.podGateways
@@ -386,8 +386,8 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	return all
 }
 
-// slimNode, slimPod, slimAllocation, slimEndpoint and slimService drop the fields that this
-// package does not read, because in a large cluster every agent has all Pods in memory.
+// The slim functions drop the fields that this package does not read, because an agent may have all
+// Pods of a large cluster in memory.
 func slimAllocation(o any) (any, error) {
 	if n, ok := o.(*isthmus.NetworkAllocation); ok {
 		since := isthmus.NetworksSince{ResourceVersion: fabric.NamedSince(string(n.UID), n.ResourceVersion, &n.Spec), Revision: n.Spec.Revision, UID: string(n.UID)}

@@ -12,10 +12,10 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// GatewayOf returns the configuration of a cluster's gateway according to the current objects,
-// and the problems of the objects left out. It is for tools that do not ask the gateway itself.
-// It reads TunnelEndpoints, NatMappings, Nodes, NetworkAllocations and the addresses of the API
-// servers. host is the URL of one API server.
+// GatewayOf computes the configuration of a cluster's gateway from the current API objects, without
+// access to the gateway. leftOut has the problems of invalid objects. It reads TunnelEndpoints,
+// NatMappings, Nodes, NetworkAllocations and the addresses of the API servers. host is the URL of
+// one API server.
 func GatewayOf(ctx context.Context, reader client.Reader, host string, cluster v1alpha1.ClusterIdentity) (gw fabric.Gateway, leftOut []fabric.Problem, err error) {
 	var nodes corev1.NodeList
 	if err := reader.List(ctx, &nodes); err != nil {

@@ -23,7 +23,7 @@ type caches struct {
 
 // open starts a cache that ends with ctx. It retries until the API server answers.
 func (c *caches) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
-	err = retry(ctx, waiting, func() (err error) { // newObjects asks the API server for the kinds
+	err = retry(ctx, waiting, func() (err error) { // newObjects reads the kinds that the API server serves
 		o, err = newObjects(c.config, kinds, c.log)
 		return err
 	})
@@ -74,7 +74,7 @@ func (o *optionalObjects) watch(ctx context.Context) {
 		o.mu.Unlock()
 		o.look.set()
 	}
-	got, err := o.open(ctx, o.kinds, waiting) // may wait for long: the API server may not serve these kinds
+	got, err := o.open(ctx, o.kinds, waiting) // may take long, because the API server may not serve these kinds yet
 	if err != nil {
 		return // ctx has ended
 	}

@@ -41,9 +41,9 @@ type presharedKeys struct {
 	keys    map[string]PresharedKey // cluster ID → key; never modified
 }
 
-// watchPreshared returns once the Secret has been read. No handshake may begin earlier, because
-// the peer may accept only the current key. With an older Role, reading is forbidden. Then the
-// manager has an older Role, too, and negotiates no keys, so watchPreshared does not wait.
+// watchPreshared returns once the Secret has been read, because the first handshake may already
+// need a preshared key. It does not wait if an older Role forbids reading: then the manager has an
+// older Role, too, and negotiates no keys.
 func (g *Gateway) watchPreshared(ctx context.Context, group *sync.WaitGroup, waiting func(error)) (*presharedKeys, error) {
 	p := &presharedKeys{}
 	kinds := map[client.Object]cache.ByObject{&corev1.Secret{}: {Namespaces: named(g.o.Namespace, postquantum.SecretName)}}
@@ -95,8 +95,9 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 	return keys
 }
 
-// requirePreshared leaves out the TunnelEndpoints that require a preshared key for which keys has
-// none. For the other TunnelEndpoints that require a key, it forbids handshakes without the key.
+// requirePreshared returns the TunnelEndpoints without those that require a preshared key but have
+// none in keys. For each remaining TunnelEndpoint that requires a key, it forbids handshakes
+// without the key.
 func requirePreshared(endpoints []v1alpha1.TunnelEndpoint, keys map[string]PresharedKey) ([]v1alpha1.TunnelEndpoint, map[string]PresharedKey, []fabric.Problem) {
 	var problems []fabric.Problem
 	adjusted := false

@@ -37,10 +37,10 @@ const QuestionPort = 5870
 //	48  to      16  identity of the receiver
 //	64  tag     32  HMAC-SHA256 of the octets before it
 //
-// A question contains no state: it only shows that its sender exists. At most it causes a
-// question in return. A gateway accepts an answer only with the nonce of its own question, so
-// replayed datagrams have no effect. Question and answer have the same length, and only a
-// question with a valid tag is answered, so there is no amplification.
+// A question contains no state. It only shows that its sender exists, and may cause a question in
+// return. A gateway accepts an answer only with the nonce of its own question, so replayed answers
+// have no effect. Questions and answers have the same length, and only a question with a valid tag
+// gets an answer, so there is no amplification.
 const (
 	questionLength = 96
 	signedLength   = questionLength - sha256.Size
@@ -154,12 +154,12 @@ const (
 type questioner struct {
 	election *election
 	private  func() [32]byte // returns the WireGuard private key; zero: not known yet
-	savedKey []byte          // result of questionKey that was saved before a restart, used until private is known; nil: none
+	savedKey []byte          // key from before a restart, used until the private key is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string, n uint32) // counts rejected datagrams
 	log      *slog.Logger
 
-	key atomic.Pointer[[]byte] // derived from the last private; nil: not known yet
+	key atomic.Pointer[[]byte] // result of questionKey; nil: not known yet
 }
 
 // listenAt opens QuestionPort at the address of this gateway's Pod.
@@ -290,18 +290,18 @@ type otherGateway struct {
 	lastQuestion time.Time  // time of the other gateway's last question
 	leaving      bool       // the Pod is being deleted, so the other gateway will not take the Lease
 	answered     bool       // the other gateway has answered at least once
-	last         account    // last answer of the other gateway; age is not set
+	last         account    // last answer of the other gateway, without age
 	sent         time.Time  // time at which this gateway sent the question that last answers
 	promised     time.Time  // end of this gateway's promise to leave the Lease to the other one
-	missed       int        // unanswered questions in a row while the API server answered without listing the Pod
+	missed       int        // consecutive unanswered questions, counted while the API server answers and does not list the Pod
 	open         map[nonce]time.Time
 }
 
-// stranger reports whether the only sign of this gateway is a question, which may be a replay.
+// stranger reports whether nothing but a question, which may be a replay, shows that o exists.
 func (o *otherGateway) stranger() bool { return !o.listed && !o.answered }
 
-// maxMissed is how many questions an unlisted gateway may leave unanswered before it is
-// forgotten. It is the number sent in one minute, by which time a watch of Pods is up to date.
+// maxMissed is how many questions an unlisted gateway may leave unanswered before it is forgotten.
+// It is the number of questions in one minute. After that time, a watch of Pods is up to date.
 const maxMissed = int(time.Minute / questionInterval)
 
 // question is a question that is ready to be sent.
@@ -327,7 +327,7 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		for n, sent := range o.open {
-			if now.Sub(sent) >= deferFor { // an answer to this question would now be too old to be useful
+			if now.Sub(sent) >= deferFor { // an answer to this question would be too old to be useful
 				delete(o.open, n)
 			}
 		}
@@ -342,8 +342,7 @@ func (e *election) questions(now time.Time) (all []question) {
 	return all
 }
 
-// answer returns this gateway's answer to m: its state, and for how long it leaves the Lease
-// alone.
+// answer returns this gateway's answer to m: its state, and how long it will not take the Lease.
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -361,10 +360,10 @@ func (e *election) answer(m message, now time.Time) message {
 	return a
 }
 
-// recordQuestion records a question from a gateway. Its Pod may be newer than the last contact with
-// the API server. Therefore a gateway that is not listed yet is asked, too, and counts once it
-// has answered. From then on its address is fixed, so replaying its questions from another
-// address has no effect.
+// recordQuestion records a question from a gateway. The gateway's Pod may be unknown because it is
+// newer than the last contact with the API server. Therefore this gateway asks unlisted gateways,
+// too, and takes each into account once it has answered. After that, a replayed question from
+// another address does not change the address.
 func (e *election) recordQuestion(id gatewayID, addr netip.Addr, now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -377,7 +376,7 @@ func (e *election) recordQuestion(id gatewayID, addr netip.Addr, now time.Time) 
 	}
 }
 
-// account returns the last answer of o. Its times are relative to the time now.
+// account returns the last answer of o. The durations in it are relative to now.
 func (o *otherGateway) account(now time.Time) account {
 	a := o.last
 	a.pod, a.age, a.promised = o.pod, now.Sub(o.sent), o.promised.Sub(now)
@@ -464,8 +463,8 @@ func (e *election) neighbours() map[netip.Addr]bool {
 	return all
 }
 
-// standbys returns the number of other gateways that answer as standbys. ok is false if there
-// is no other gateway. Only a standby itself knows whether it hears enough voters.
+// standbys returns the number of other gateways that answer as standbys. ok is false if there is no
+// other gateway. A standby that answers may still lack contact to a majority of the voters.
 func (e *election) standbys(now time.Time) (n int, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -481,7 +480,7 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 	return n, ok
 }
 
-// acquaintance is the knowledge about the Lease and the other gateways that survives a restart.
+// acquaintance is the state about the Lease and the other gateways that survives a restart.
 type acquaintance struct {
 	Transition int32                 `json:"transition,omitempty"` // transitions of the Lease
 	Others     map[string]netip.Addr `json:"others,omitempty"`     // Pod → address, only of gateways that have answered

@@ -29,9 +29,8 @@ type refresher struct {
 	tunnelsErr   error     // error of the last attempt
 }
 
-// refresh reads the objects, evaluates them and publishes a Snapshot. If only Nodes or Pods
-// have changed, as happens all the time in a large cluster, it does not read the peers' objects
-// again.
+// refresh reads the objects, evaluates them and publishes a Snapshot. If only Nodes or Pods have
+// changed, which is frequent in a large cluster, it does not read the peers' objects again.
 func (r *refresher) refresh(ctx context.Context) {
 	r.mu.Lock()
 	inUse := r.desired.snapshot.Keys

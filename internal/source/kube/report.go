@@ -18,10 +18,10 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A NodeReporter writes the NodeNetworks object of its node. The object is deleted with the
-// Node. The NodeReporter only needs the permissions to list Nodes and to create and patch
-// NodeNetworks. It does not wait for an API server that is unreachable. Its methods may be
-// called concurrently.
+// A NodeReporter writes the NodeNetworks object of its node. Kubernetes deletes the object with the
+// Node. A NodeReporter only needs the permissions to list Nodes and to create and patch
+// NodeNetworks. Its methods do not wait for an unreachable API server, and may be called
+// concurrently.
 type NodeReporter struct {
 	api             client.Client
 	namespace, node string
@@ -68,7 +68,7 @@ func (r *NodeReporter) WriteRefused(ctx context.Context, version int64) error {
 func (r *NodeReporter) named(err error) error {
 	switch {
 	case meta.IsNoMatchError(err):
-		err = fmt.Errorf("the API server does not know NodeNetworks; install the CRDs (`isthmus install`): %w", err)
+		err = fmt.Errorf("the API server does not serve NodeNetworks; install the CRDs (`isthmus install`): %w", err)
 	case apierrors.IsInvalid(err):
 		err = fmt.Errorf("the installed CRD of NodeNetworks rejects the report; install the CRDs of this version, which an upgrade with crds.install=false leaves out: %w", err)
 	}

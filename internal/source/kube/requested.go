@@ -45,9 +45,9 @@ type requested struct {
 	problems []fabric.Problem
 	saved    savedObjects // its locations are not set
 
-	secret, preshared map[string]PresharedKey // keys as read from the Secret, and as requirePreshared returned them
+	secret, preshared map[string]PresharedKey // the keys in the Secret, and the keys that requirePreshared returned
 
-	ours, networks []fabric.SiteNetwork // networks of the last Site: as passed in, and with the networks of peers
+	ours, networks []fabric.SiteNetwork // networks of the last Site, without and with the networks of peers
 }
 
 // gatewayFor returns the configuration that the objects request. It leaves out invalid objects.
@@ -95,9 +95,9 @@ func requestedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, pr
 	return requested{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
 }
 
-// atSite returns the gateway's configuration at a Site. Peers only add networks to the Site.
+// atSite returns the gateway's configuration at a Site, to which it adds the networks of peers.
 func (a *requested) atSite(site fabric.Site) fabric.Gateway {
-	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // if equal, keep the previous slice, because slices with the same memory are quick to compare
+	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // if nothing has changed, keep the previous slice, because slices with the same memory are quick to compare
 		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
 	}
 	gw := a.gateway

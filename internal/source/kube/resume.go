@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// remember returns the snapshot in the state directory, or nil if there is no usable one.
+// remember returns the snapshot in the state directory, or nil if there is no valid snapshot.
 func (g *Gateway) remember() *remembered {
 	if g.o.StateDirectory == "" {
 		return nil
@@ -19,12 +19,12 @@ func (g *Gateway) remember() *remembered {
 }
 
 // resumeMisses is how many reads of the Lease in a row, a second apart, must fail before a
-// restarted replica uses its snapshot. One lost packet is no outage, and another replica may have
-// taken over while this one was down.
+// restarted replica uses its snapshot. After a single failed read, the API server may still be
+// available, and another replica may have taken over during the restart.
 const resumeMisses = 2
 
-// await returns once everything has been read. It returns earlier if it cannot read the Lease and
-// makes this replica active with its snapshot, known.
+// await returns once all watched objects have been read. If it cannot read the Lease and known is
+// not nil, it makes this replica active with the snapshot known, and returns.
 func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
 		holder, refused, err := e.readHolder(ctx)

@@ -6,7 +6,7 @@ import "time"
 const (
 	questionInterval = 250 * time.Millisecond
 
-	// deferFor is how long a standby leaves the Lease alone after it sent a question to a
+	// deferFor is how long a standby does not take the Lease after it sent a question to a
 	// gateway that answered that it holds the Lease. It is less than leaseDuration-retryPeriod,
 	// so that it does not delay a takeover from a dead gateway.
 	deferFor = 4 * time.Second
@@ -16,12 +16,12 @@ const (
 	// Lease for expired.
 	renewForHolderAfter = 2 * retryPeriod
 
-	// stopEarly is the margin by which an active gateway falls silent before a standby may take
-	// over. Timers are late on a busy machine, and the data plane needs a moment to stop.
+	// stopEarly is how long before a standby may take over the active gateway stops sending. It
+	// allows for late timers on a busy machine, and for the time that the data plane needs to stop.
 	stopEarly = time.Second
 )
 
-// A leaseState is the state of the Lease as a gateway knows it.
+// A leaseState is the last known state of the Lease, from the view of one gateway.
 type leaseState struct {
 	holds      bool  // this gateway is the holder according to its last read, write or snapshot
 	confirmed  bool  // this gateway is the holder, and its last renewal is too recent for a takeover
@@ -36,12 +36,12 @@ type account struct {
 	leaseState
 	pod string
 	age time.Duration // time since the question was sent
-	// defers is how long after that question the other gateway leaves the Lease to this gateway. If
+	// defers is how long after that question the other gateway promises not to take the Lease. If
 	// it is 0, the other gateway may take the Lease at any time.
 	defers time.Duration
-	mute   time.Duration // how long the other gateway has answered that it is silent
-	// promised is the rest of the time for which this gateway has promised to leave the Lease to
-	// the other gateway. If it is 0 or less, there is no promise.
+	mute   time.Duration // how long all answers of the other gateway have had silent set
+	// promised is the remaining time of this gateway's promise to the other gateway not to take the
+	// Lease. If it is 0 or less, there is no promise.
 	promised time.Duration
 }
 
@@ -54,7 +54,7 @@ type view struct {
 	leaseState
 	reads  bool          // the API server answers
 	free   bool          // the Lease as last read has no holder or does not exist
-	wait   time.Duration // how much longer the Lease protects its holder; 0: it has expired
+	wait   time.Duration // time until the Lease expires; 0: it has expired
 	others []account     // gateways that have answered at least once
 }
 
@@ -78,18 +78,18 @@ type ruling struct {
 //   - The holder sends while its last renewal is recent (confirmed). After that, it needs recent
 //     answers of all other gateways that they leave the Lease alone. A gateway that never had
 //     another one beside it continues alone.
-//   - The holder gives way to a gateway that knows of a later takeover, or that also holds the
-//     Lease and can reach the API server.
+//   - The holder gives way to a gateway whose answer proves a later takeover, or that also holds
+//     the Lease and can reach the API server.
 //   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
-//     holder. It does not wait for ever for a holder that answers but is silent: that holder may
-//     be waiting for a gateway that was deleted, and cannot read about its successor.
+//     holder. It waits only for a limited time for a holder that answers but is silent. Such a
+//     holder may itself be waiting for a gateway that was deleted, because it cannot read the API
+//     server.
 //
-// This is safe because a standby counts the time of its promise to leave the Lease alone from
-// when it sent its own question, and its answers state the remaining time. The holder counts
-// that time, less stopEarly, from when it sent its question, which was before the answer was
-// made. So no two clocks are compared. A standby keeps its promises, and a holder sends no
-// longer than they last. A holder reports that it is silent only to a gateway whose promise it
-// needs.
+// This is safe because a holder stops sending before a promise ends. A standby states in each
+// answer for how much longer it promises not to take the Lease. The holder counts that time, less
+// stopEarly, from when it sent its question, which was before the standby made the answer. So the
+// clocks of the two need not agree. A holder reports that it is silent only to a gateway whose
+// promise it needs.
 func decide(v view) ruling {
 	if !v.holds {
 		r := ruling{wait: v.wait}
@@ -122,11 +122,11 @@ func decide(v view) ruling {
 	return ruling{maySend: true}
 }
 
-// defersTo reports whether this gateway, which does not hold the Lease, leaves the Lease to the
-// other gateway o. An answer from before a takeover that v knows of does not count. A holder that
-// has been silent for long does not count either, if this gateway can read the API server and thus
-// do better. If neither gateway can read the API server, the silent holder still counts, because
-// only this promise lets one of the two continue.
+// defersTo reports whether this gateway, which does not hold the Lease, must not take the Lease
+// because the other gateway o holds it. It ignores an answer that is older than the last takeover
+// in v. It also ignores a holder that has been silent for deferFor, if this gateway can read the
+// API server. If this gateway cannot read it either, the silent holder counts, because it can
+// continue only if this gateway promises not to take the Lease.
 func (v view) defersTo(o account) bool {
 	mute := v.reads && o.silent && o.mute >= deferFor
 	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition && !mute

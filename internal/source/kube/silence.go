@@ -30,8 +30,8 @@ func (e *election) silence() string {
 	return fmt.Sprintf("not sending: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unanswered, QuestionPort)
 }
 
-// unansweredGrace is how long a standby stays ready although too few voters answer. A message may
-// be late, and agents restart.
+// unansweredGrace is how long a standby stays ready although too few voters answer, because a
+// message may be late or an agent may restart.
 const unansweredGrace = 3 * time.Second
 
 // cannotTakeOver explains why this standby would not get a majority of votes. It returns nil if the

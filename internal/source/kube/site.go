@@ -39,7 +39,7 @@ func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.
 	}{
 		{own.PodCIDR, "our PodCIDR", true}, {own.ServiceCIDR, "our ServiceCIDR", false}, {own.ExternalCIDR, "our ExternalCIDR", false},
 	} {
-		if p, err := netip.ParsePrefix(n.text); err == nil { // the text is empty until the manager knows the network
+		if p, err := netip.ParsePrefix(n.text); err == nil { // empty until the manager has found out the network
 			site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what, Relay: n.relay})
 		}
 	}
@@ -55,7 +55,7 @@ const ownNode = "a node of ours"
 // uses, and those behind the Service of the API servers.
 func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Addr) {
 	if u, err := url.Parse(host); err == nil {
-		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // a name instead of an address is skipped
+		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // skips a host name
 			all = append(all, addr)
 		}
 	}

@@ -41,10 +41,10 @@ const (
 )
 
 const (
-	// noteInterval is how often the active replica renews the file that marks it as active.
-	// Changes of the locations of nodes and pods alone are written at this interval, too: with
-	// thousands of nodes they take a megabyte. writeGap is the minimum time between two rounds
-	// of writing, because a peer may change its objects often.
+	// noteInterval is the interval at which the active replica renews leaseFile, which marks it as
+	// active. If only the locations of nodes and pods have changed, they are written at this
+	// interval, too, because with thousands of nodes their file has a megabyte. writeGap is the
+	// minimum time between two rounds of writing, because a peer may change its objects often.
 	noteInterval = 30 * time.Second
 	writeGap     = time.Second
 
@@ -211,7 +211,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	usable, preshared, lacking := requirePreshared(objects.TunnelEndpoints, key.Preshared)
 	gw, problems := gatewayFor(objects.Cluster, private, objects.locations.Site, usable, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
-	if o.Node != "" { // if the Pod's sandbox was recreated, the Pod may have another address
+	if o.Node != "" { // the Pod has another address if its sandbox was recreated
 		snapshot.PodNetwork = objects.locations.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
@@ -266,16 +266,16 @@ type keeper struct {
 
 	mu   sync.Mutex
 	want savedObjects
-	keys keyring.Ring // belongs to want; zero: nothing to save yet
+	keys keyring.Ring // keys of the objects in want; zero: nothing to save yet
 	err  error        // reason why the directory is out of date; nil: it is up to date
 
-	// Only the goroutine of run uses these.
+	// Only the goroutine of run uses the fields below.
 	others  savedOthers  // content of the file as last written
 	have    savedObjects // content of the files as last written; Version 0: not written
 	renewed time.Time    // last contact with the API server before a restart
 	noted   time.Time    // when savedLease was written
 	placed  time.Time    // when savedLocations was written
-	kept    bool         // files may exist
+	kept    bool         // files of the snapshot may exist
 }
 
 func newKeeper(o GatewayOptions, failed func()) *keeper {
@@ -364,7 +364,7 @@ func (k *keeper) keepOthers(known acquaintance) {
 	if reflect.DeepEqual(want, k.others) {
 		return
 	}
-	k.others = want // if the write fails, keepOthers repeats it only after the next change; round reports problems with the directory
+	k.others = want // set even if the write fails: keepOthers tries again after the next change, and round reports problems with the directory
 	if err := statefile.Write(k.o.StateDirectory, othersFile, smallLimit, want); err != nil {
 		k.o.Log.Warn("cannot save the state of other gateways", "file", othersFile, "error", err)
 	}
@@ -388,14 +388,14 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	locations := want.locations
 	want.Read, want.locations = k.have.Read, k.have.locations
 	same := reflect.DeepEqual(want, k.have)
-	const early = noteInterval - writeGap // a tick may come slightly early
+	const early = noteInterval - writeGap // tolerates ticks that come early
 	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(locations, k.have.locations)
 	if same && !moved && now.Sub(k.noted) < early {
 		return false
 	}
 	k.kept = true
 	var err error
-	if moved { // written before the files that need the new key
+	if moved { // locations first: if this write fails, the other files stay as they are
 		if err = statefile.Write(k.o.StateDirectory, locationsFile, objectsLimit, locations); err == nil {
 			want.locations, k.placed = locations, now
 		}
@@ -441,6 +441,6 @@ func (k *keeper) forget() bool {
 // reason describes how old the snapshot is, for the log and the status. since is the time at
 // which this replica began to use it.
 func (r *remembered) reason(since time.Time) error {
-	return fmt.Errorf("the API server does not answer; this gateway runs since %s with the snapshot of %s, and last renewed the Lease at %s",
+	return fmt.Errorf("the API server does not answer; this gateway has run since %s with the snapshot of %s, and last renewed the Lease at %s",
 		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))
 }

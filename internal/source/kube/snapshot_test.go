@@ -420,7 +420,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 			if !reflect.DeepEqual(s, before) || len(s.Gateway.Peers) != 1 {
 				t.Errorf("carries on with %+v\nwant %+v", s, before)
 			}
-			if ready := r.Ready(); why == nil || ready == nil || !strings.Contains(why.Error(), "this gateway runs since ") || !strings.Contains(ready.Error(), why.Error()) {
+			if ready := r.Ready(); why == nil || ready == nil || !strings.Contains(why.Error(), "this gateway has run since ") || !strings.Contains(ready.Error(), why.Error()) {
 				t.Errorf("it says %v, ready: %v", why, ready)
 			}
 			r.stop()

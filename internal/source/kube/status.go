@@ -49,15 +49,15 @@ const (
 
 // The first latency is written when the connection is established. Later ones are written at most
 // once per latencyInterval, and only if the latency has changed by more than a fifth and by at
-// least latencyStep. So the stored value is off by at most a fifth or latencyStep, and an idle peer
-// causes no writes.
+// least latencyStep. So the stored value is off by at most a fifth or latencyStep, and a stable
+// latency causes no writes.
 const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
 
-	// messageInterval is the minimum time between writes if only a message changes, such as a
-	// resolver's error. reasonInterval is the minimum if a reason changes, which a peer can
-	// cause by its packets.
+	// messageInterval is the minimum time between two writes if only a message has changed, such as
+	// the error of a DNS resolver. reasonInterval is that minimum if a reason has changed. Without
+	// it, a peer could cause frequent writes by its packets.
 	messageInterval = 30 * time.Second
 	reasonInterval  = 10 * time.Second
 
@@ -65,7 +65,6 @@ const (
 	maxMessage = 4096
 )
 
-// statuses writes the status of each TunnelEndpoint.
 func (w *writer) statuses(ctx context.Context, report Report) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := w.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy); err != nil {
@@ -112,7 +111,7 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 			}
 			status, m.statusInputs = statusFor(have, w.o.PodIP, report, peer, now), inputs
 		default:
-			continue // newer than the Snapshot or the report; the next round handles it
+			continue // the object is newer than the Snapshot or the report; the next round handles it
 		}
 		w.writeStatus(ctx, have, status, now)
 	}
@@ -129,7 +128,7 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	if equality.Semantic.DeepEqual(have.Status, stored) {
 		return
 	}
-	m.statusInputs = statusInputs{} // set again once the stored status is known to be right
+	m.statusInputs = statusInputs{} // unknown until the stored status is right
 	if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, stored) {
 		return
 	}
@@ -140,7 +139,7 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	}
 	m.pruned = len(status.Conditions) > 0 && len(want.Status.Conditions) == 0
 	if m.pruned && want.ResourceVersion == have.ResourceVersion {
-		m.version = "" // the API server will not send a newer object, so the cache is not stale
+		m.version = "" // the patch changed nothing, so the cached object is the newest
 	}
 }
 
@@ -213,8 +212,8 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 		want.Connection.Latency = v1alpha1.ConnectionLatency{Value: latencyText(p.RTT), Timestamp: &at}
 	}
 	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedCurrent(te) {
-		// The previous gateway had contact with this peer under the same configuration. Its
-		// result stays until this gateway has checked the peer.
+		// The previous gateway was connected to this peer with the same configuration. Keep that
+		// status until this gateway has checked the peer.
 		want.Connection, p.Reason = was, ""
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
@@ -252,8 +251,8 @@ func liqoMessage(p PeerReport) string {
 	return cut(p.Message, maxMessage)
 }
 
-// smooth averages round-trip times as TCP does (RFC 6298), so that one late answer has little
-// effect.
+// smooth returns a moving average of round-trip times, as in RFC 6298, so that one late answer has
+// little effect.
 func smooth(old, rtt time.Duration) time.Duration {
 	if old == 0 || rtt == 0 {
 		return rtt
@@ -289,8 +288,8 @@ func parseLatency(text string) (time.Duration, bool) {
 	return d, err == nil
 }
 
-// mayWait returns how long after the last write the change from a to b may stay unwritten. A
-// new message may wait longer than a new reason. Any other change must be written at once (0).
+// mayWait returns the minimum time between the last write and the write of the change from a to b.
+// It is 0 unless only reasons or messages have changed.
 func mayWait(a, b v1alpha1.TunnelEndpointStatus) time.Duration {
 	without := func(s v1alpha1.TunnelEndpointStatus, reasons bool) v1alpha1.TunnelEndpointStatus {
 		s.Connection.StatusMessage = ""

@@ -56,7 +56,7 @@ func (e *election) newTakeover(now time.Time) takeover {
 func (e *election) elected(released bool) isthmus.Takeover {
 	t := isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverNotHeard, Previous: e.name}
 	switch {
-	case e.name == e.identity: // this replica was the holder before, and fell silent in between
+	case e.name == e.identity: // this replica was the last holder, and had stopped sending
 	case released:
 		t.Reason = isthmus.TakeoverReleased
 	case e.name == "":
@@ -81,8 +81,7 @@ func (g *Gateway) Mandate() *isthmus.Mandate {
 	return &m
 }
 
-// mandate is like Mandate, but Since may be zero. ok is false unless this replica is the active
-// one.
+// mandate is like Mandate, but Since may be zero. ok is true if this replica is the active one.
 func (e *election) mandate() (m isthmus.Mandate, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
