@@ -13,8 +13,8 @@ import (
 // Config sets the engine's bounds. The package comment lists the defaults, which apply to zero
 // fields.
 type Config struct {
-	Self4, Self6       netip.Addr // the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // source of the gateway kernel's own ICMP errors, which peers see as the mapped Self; default none
+	Self4, Self6       netip.Addr // addresses of the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
+	Router4, Router6   netip.Addr // source addresses of the gateway kernel's own ICMP errors; peers see them as the mapped Self4 and Self6; default none
 	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -42,7 +42,7 @@ const (
 	defaultMaxFlows         = 1 << 20
 	defaultMaxFragmentSets  = 256
 	defaultMaxFragmentBytes = 1 << 20
-	// A pod's largest datagram has 138 fragments if it is cut for a peer with the smallest MTU.
+	// Enough for the largest datagram, 65,535 octets, in fragments of 256 octets of data.
 	defaultMaxFragmentsPerSet = 256
 	defaultMaxErrorsPerSecond = 1000
 
@@ -126,7 +126,7 @@ type Engine struct {
 	self      [2]addr // the in-process endpoint by family; zero for none
 	router    [2]addr // the gateway's kernel by family; zero for none
 	seed      maphash.Seed
-	total     atomic.Int64  // flows of all peers, including those about to be opened
+	total     atomic.Int64  // flows of all peers, including those that are being opened
 	share     atomic.Int64  // each peer's equal share of MaxFlows
 	yielded   atomic.Uint32 // index of the peer that last yielded a flow to another
 	swept     atomic.Uint32
@@ -231,8 +231,8 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	}
 }
 
-// publish puts table into force and ends the peers in removed. rules are the rules that the old
-// table does not have, and fresh are the peers that it does not have.
+// publish puts table into force and ends the peers in removed. rules are the rules that are not in
+// the old table, and fresh are the peers that are not in it.
 func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, removed []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
@@ -308,8 +308,8 @@ func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
 // SweepInSteps is Sweep in steps of about 50 microseconds. After each step it calls pause, without
-// holding a lock. A pause that sleeps lets packets on the same processor pass before all flows,
-// perhaps a million, are examined.
+// holding a lock. If pause sleeps, packets on the same processor pass in the meantime. Otherwise
+// they might wait until a million flows are examined.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

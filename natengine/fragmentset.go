@@ -74,7 +74,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 	end := off + v.FragmentLen()
 	f := fitting{span: span{uint16(off / 8), uint16((end + 7) / 8)}, end: end, last: !more}
 	if set.drop == DropFragment {
-		f.kind = duplicate // its datagram was dropped
+		f.kind = duplicate // treated as a duplicate, because its datagram was dropped
 		return f
 	}
 	if f.index, f.kind = set.place(f.span); set.contradicts(v, end, more) {

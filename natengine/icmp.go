@@ -107,10 +107,11 @@ func (c *translation) inboundError() Verdict {
 }
 
 // outboundError translates an error about a packet that the peer sent. The new outer source
-// identifies the host that reports the error. For a pod, it is the pod's address as the peer sees
-// it. For the end of the flow, it is the address that the peer used. For the gateway itself, it is
-// the address under which the peer checks the gateway. For any other host, it is the NAPT address.
-// None of these addresses needs a flow, and a traceroute can distinguish them.
+// identifies the host that sent the error. If our end of the flow sent it, this is the address that
+// the peer used. If another pod sent it, this is the pod's address as the peer sees it. If the
+// gateway sent it, this is the address of the in-process endpoint as the peer sees it. For any
+// other host it is the NAPT address. None of these addresses needs a flow, and a traceroute can
+// distinguish them.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote
