@@ -42,8 +42,8 @@ type Status struct {
 	TUN       string    `json:"tun"`
 	MTU       int       `json:"mtu"`
 	MTUAuto   bool      `json:"mtuAuto"` // the MTU is derived from the paths to the peers
-	// UDPOffload reports whether UDP superpackets cross the TUN, because they are enabled and the
-	// kernel supports them.
+	// UDPOffload reports whether UDP superpackets cross the TUN, which requires Options.UDPOffload
+	// and support by the kernel.
 	UDPOffload bool `json:"udpOffload"`
 
 	Config   ConfigStatus   `json:"config"`
@@ -178,7 +178,7 @@ type DropStatus struct {
 	Reason    string     `json:"reason"`
 	Packets   uint64     `json:"packets"`
 	Text      string     `json:"text"`
-	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when it last increased, to a second
+	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when the counter last increased, accurate to a second
 }
 
 // FlowStatus is one NAT flow.
@@ -384,7 +384,7 @@ func texts(err error) []string {
 func publicKey(private Key) []byte {
 	k, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {
-		return nil // happens only if the key has another length
+		return nil // impossible for a key of 32 octets
 	}
 	return k.PublicKey().Bytes()
 }

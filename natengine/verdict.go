@@ -144,7 +144,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTooBig:            {"too_big", "larger than the MTU to its peer, and must not be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
-	DropLocalSource:       {"local_source", "a host that is not a gateway sent a message of the connection check, or to a gateway's own address"},
+	DropLocalSource:       {"local_source", "a host that is not a gateway sent a message to the connection check or to a gateway's own address"},
 	DropLocalRate:         {"local_rate", "the peer exceeded its rate of packets to the in-process endpoint"},
 	DropLocalPort:         {"local_port", "the in-process endpoint does not listen on this UDP port"},
 	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},

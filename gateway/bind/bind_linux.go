@@ -62,11 +62,11 @@ var ErrShut = errors.New("this gateway may not send, because another one may be 
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }
 
-// Listen binds port, or a free port if port is 0. It binds both address families, or the only
-// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each returned
-// function receives from one socket: it appends the available datagrams to a Batch. If mayBlock is
-// true and no datagram is available, the function waits for one. Only one goroutine may call the
-// same function. After Close the functions return net.ErrClosed.
+// Listen binds port, or a free port if port is 0. It binds both address families, or one if the
+// machine has only that one. If the port is occupied, the error is syscall.EADDRINUSE. Each
+// returned function receives from one socket: it appends the available datagrams to a Batch. If
+// mayBlock is true and no datagram is available, the function waits for one. Each of the functions
+// may be called by only one goroutine. After Close the functions return net.ErrClosed.
 func (b *Bind) Listen(port uint16) ([]func(b *Batch, mayBlock bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -79,7 +79,7 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, mayBlock bool) error, uint1
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // ignore an error here: a caller that needs the setting calls IgnorePath again
+				_ = v4.ignorePath(true) // best effort: a caller that needs the setting also calls IgnorePath
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {
@@ -125,7 +125,7 @@ func (b *Bind) Close() error {
 // IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path MTU
 // that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
 // default is false. The gateway uses IgnorePath if the reported MTU of a path is implausibly small.
-// If the report is true nevertheless, routers fragment the datagrams, and they still arrive.
+// If the path really has this MTU, routers fragment the datagrams, and they still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 // gsoSpace is the size of UDP_SEGMENT as a control message on a 64-bit machine.
 const gsoSpace = 24
 
-// sender is the scratch memory of one Send. A pool provides it, because Send may be called
+// sender is the scratch memory of one Send. It comes from a pool, because Send may be called
 // concurrently.
 type sender struct {
 	header  unix.Msghdr
@@ -62,7 +62,7 @@ func (e *SendError) Error() string { return fmt.Sprintf("%d datagrams not sent: 
 // Unwrap returns the kernel's errors.
 func (e *SendError) Unwrap() error { return e.Err }
 
-// Unsent returns how many of the n datagrams of a Send were not sent, according to its error.
+// Unsent returns how many of the n datagrams of a Send were not sent, given the error of that Send.
 // An error other than SendError concerns all n.
 func Unsent(err error, n int) int {
 	if e := (*SendError)(nil); errors.As(err, &e) {

@@ -70,7 +70,7 @@ func (id *identity) setPrivate(private, public [32]byte) error {
 	return nil
 }
 
-// up lets the device process messages.
+// up starts the device's processing of messages.
 func (id *identity) up(port uint16) error {
 	if err := id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port)); err != nil {
 		return err
@@ -358,8 +358,8 @@ func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypai
 	return via, k
 }
 
-// follow copies an endpoint to p: that of the peer with the newest session, among the peers for the
-// same engine peer.
+// follow copies to p the endpoint of the peer with the newest session, among the peers for the same
+// engine peer.
 func (p *peer) follow(table *peerTable) {
 	if len(table.siblings) == 0 {
 		return
@@ -395,7 +395,7 @@ func (t *peerTable) latestPeer(p *peer, now time.Time) *peer {
 }
 
 // octetsReceived returns the number of octets of WireGuard messages from a peer, including those
-// that its replaced predecessors received.
+// from the former peers that it has replaced.
 func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.ptr(p.dev).Load() }
 
 // octetsSent is the counterpart of octetsReceived for messages to a peer.

@@ -87,9 +87,9 @@ func (in *inbound) receiveAll(receive func(b *bind.Batch, mayBlock bool) error) 
 	}
 }
 
-// drain receives until the socket is empty. If one call empties the socket and the backlog is
-// empty, drain handles the messages at once. Otherwise drain adds them to the backlog. It waits for
-// a message only if the backlog is empty.
+// drain receives until the socket is empty. If the backlog is empty and one call empties the
+// socket, drain handles the messages at once. Otherwise it adds them to the backlog. If the backlog
+// is empty, drain waits for a message.
 func (in *inbound) drain(receive func(b *bind.Batch, mayBlock bool) error) error {
 	mayBlock := in.backlog.empty()
 	in.sender.session = false // the cached result may be outdated

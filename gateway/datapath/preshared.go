@@ -53,7 +53,7 @@ type preshared struct {
 	dev     *device.Peer
 	keys    PresharedKeys
 	begun   bool            // set was called before, so handshakes with other keys may be in progress
-	settled bool            // the change is over: only keys.Key is used
+	settled bool            // the change has ended: only keys.Key is used
 	since   time.Time       // if settled: sessions made from then on use keys.Key
 	certain *device.Keypair // an older session that also uses keys.Key; may be nil
 	next    [32]byte        // the key that the device uses now
@@ -75,7 +75,7 @@ func (s *preshared) set(keys PresharedKeys) {
 	defer s.mu.Unlock()
 	grace := presharedGrace
 	if !s.begun {
-		grace = 0 // there is no handshake in progress, and a gateway that takes over makes sessions within a second
+		grace = 0 // no handshake can be in progress, and sessions made within the first second must count
 	}
 	s.begun = true
 	if s.keys == keys {

@@ -47,7 +47,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	if was == nil || was.key == fresh.key {
 		return
 	}
-	// The predecessor knows the peer's current address.
+	// The predecessor has the peer's current endpoint, because the peer may have roamed.
 	if e := endpointOf(was.dev); e != nil {
 		fresh.dev.SetEndpointFromPacket(e)
 		if at, ok := t.endpoints[was.key]; ok {

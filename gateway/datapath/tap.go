@@ -59,7 +59,7 @@ type tap struct {
 	before   natengine.Tuple
 	headers  int  // octets of headers in the packet
 	fragment bool // the packet is a fragment; inbound, NAT may turn it into the complete datagram
-	wanted   bool // the capture wants the packet that passed the engine last, and so its segments
+	wanted   bool // the capture wants the last packet that passed the engine, and therefore its segments
 
 	view   packet.View
 	small  [tapHead]byte
@@ -67,7 +67,7 @@ type tap struct {
 		commentKey
 		comment string
 	}
-	last struct { // cached result of wantsEnds, because packets of a flow mostly follow each other
+	last struct { // cached result of wantsEnds, because consecutive packets often belong to one flow
 		to     *captured
 		tuple  natengine.Tuple
 		wanted bool
@@ -191,7 +191,7 @@ func (p *tap) newComment(verdict natengine.Verdict, drop natengine.Drop, after n
 		fmt.Fprintf(&b, "; destination %s becomes %s", endText(p.before.Dst), endText(after.Dst))
 	}
 	if segments > 1 {
-		fmt.Fprintf(&b, "; superpacket of %d", segments)
+		fmt.Fprintf(&b, "; superpacket of %d segments", segments)
 	}
 	switch {
 	case drop != natengine.DropNone:
@@ -387,7 +387,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, endpo
 	table := t.peers.Load()
 	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
-	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // without this test, a flood of unknown senders would cost a search of all peers each
+	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // search all peers only then, so that a flood from unknown sources costs little
 		for p, addr := range table.addrs {
 			if addr == endpoint.DstIP().Unmap() {
 				peer = p.state
