@@ -82,8 +82,8 @@ func (e *evidence) cause() Cause {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
 	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.recent(e.source, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its packets from addresses outside %v, the networks by which this cluster knows it, "+
-			"are dropped (source), also its connection check; the two clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its packets from addresses outside %v (its networks in this cluster) "+
+			"are dropped (source), including its connection check; the two clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets do not arrive at %s, and no ICMP error comes back; every path should carry packets of this size, "+
 			"which is %d octets with WireGuard and outer headers; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
@@ -123,10 +123,10 @@ func (e *evidence) cause() Cause {
 	case !connected:
 		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayedHint())}
 	case !agreed && e.recent(e.source, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, the networks by which this cluster knows it, so its packets are dropped (source): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v (its networks in this cluster), so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
 	case !agreed && e.recent(e.destination, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, the networks by which it should know this cluster, so its packets are dropped (destination): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v (the networks that it should use for this cluster), so its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks%s", e.local, compare)}
 	}
 	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check: our packets may be lost on the path, or dropped by the peer; " +

@@ -374,7 +374,7 @@ func (p Peer) check(self [2]addr) (errs []error) {
 	}
 	if six := func(p netip.Prefix) bool { return p.Addr().Is6() }; p.MTU != 0 && p.MTU < 1280 &&
 		(slices.ContainsFunc(p.RemotePods, six) || slices.ContainsFunc(p.RemoteExternal, six)) {
-		fail("MTU %d: IPv6 wants at least 1280 (RFC 8200, section 5)", p.MTU)
+		fail("MTU %d: want at least 1280 for IPv6 (RFC 8200, section 5)", p.MTU)
 	}
 	at := map[netip.Addr]netip.Addr{}
 	for _, e := range p.Endpoints {
@@ -396,11 +396,11 @@ func (p Peer) check(self [2]addr) (errs []error) {
 func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
 	switch {
 	case !e.Real.IsValid() || !e.Seen.IsValid():
-		return errors.New("without address")
+		return errors.New("an address is missing")
 	case e.Real.Is4() != e.Seen.Is4():
-		return errors.New("not of one family")
+		return errors.New("mixes address families")
 	case e.Real.Zone() != "" || e.Real.Is4In6() || e.Seen.Is4In6():
-		return errors.New("not a plain address")
+		return errors.New("an address has a zone or is IPv4 written as IPv6")
 	case addrOf(e.Real) != self[addrOf(e.Real).family()] && unreachable(addrOf(e.Real), e.Real.Is4()):
 		return fmt.Errorf("%v is not an address that a peer may reach", e.Real)
 	}
