@@ -20,7 +20,7 @@ type peer struct {
 	session             session          // in tunnel 0
 	further             []session        // in additional tunnels, nil if none; never modified
 	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
-	refused             bool             // fabric.Site refuses the address in use, so no more packets may be sent there
+	refused             bool             // the resolver gave up the address in use, so no more packets may be sent there
 	queried             netip.Addr       // address to which the kernel's path MTU was last queried; zero: none
 	kernel              int              // the result of that query in octets; 0: no path
 	pathInner           int              // largest packet in the tunnel that the kernel's path MTU allows, in octets

@@ -26,8 +26,8 @@ import (
 //
 // A tunnel carries flows while its own connection check is answered. Each side decides
 // independently which tunnels carry flows. So the two sides need not configure a tunnel, or open a
-// firewall for it, at the same moment. While no tunnel is answered, the first one carries all
-// flows.
+// firewall for it, at the same moment. While no tunnel's check is answered, the first tunnel
+// carries all flows.
 
 // severalThreshold is the number of intervals without an answer after which a tunnel carries no
 // flows, if the peer has several tunnels. It is less than the five intervals for a single tunnel,

@@ -81,8 +81,8 @@ func martian(a addr, is4 bool) bool {
 // unreachable reports whether no packet of a peer may be sent to a. Such an address is a martian,
 // or belongs to a cloud's metadata service, which hands out the credentials of the machine.
 // Metadata services use IPv4 link-local addresses, and over IPv6 fd00:ec2::/32 at Amazon and
-// fd20:ce::254 at Google (2026-11). The caller must exempt the in-process endpoint, although its
-// address may be link-local.
+// fd20:ce::254 at Google (2026-11). The in-process endpoint may have such an address (169.254.0.1
+// in Liqo), so the caller must exempt it.
 func unreachable(a addr, is4 bool) bool {
 	if martian(a, is4) {
 		return true

@@ -14,7 +14,7 @@ import (
 // fields.
 type Config struct {
 	Self4, Self6       netip.Addr // addresses of the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // source addresses of the gateway kernel's own ICMP errors; peers see them as the mapped Self4 and Self6; default none
+	Router4, Router6   netip.Addr // source addresses of ICMP errors of the gateway's kernel, instead of which peers see the mapped Self4 and Self6; default none
 	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -128,7 +128,7 @@ type Engine struct {
 	seed      maphash.Seed
 	total     atomic.Int64  // flows of all peers, including those that are being opened
 	share     atomic.Int64  // each peer's equal share of MaxFlows
-	yielded   atomic.Uint32 // index of the peer that last yielded a flow to another
+	yielded   atomic.Uint32 // index of the peer whose flow was last evicted in favour of another peer
 	swept     atomic.Uint32
 	events    flowEvents
 	sweeping  sync.Mutex // held during a sweep

@@ -18,7 +18,7 @@ type remotes4 struct {
 	removed int       // number of networks removed since the table was made; their nodes may be empty
 }
 
-const deeper = 1 << 15 // flag in an element; limits the table to 32,767 IPv4 prefixes and as many nodes, which compile checks
+const deeper = 1 << 15 // flag in an element; allows 32,767 IPv4 prefixes and as many nodes, and compile checks both limits
 
 func (t *remotes4) lookup(a uint32) *remote { return t.remotes[t.number(a)] }
 

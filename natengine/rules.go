@@ -38,8 +38,8 @@ func (p Peer) sameFlows(q Peer) bool {
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints) && p.Gateway == q.Gateway
 }
 
-// ruleTable holds the rules in the form in which packets look them up. It is immutable once it
-// is published; the next table shares the unchanged rules with it.
+// ruleTable holds the rules of all peers in a form for fast lookup. It is immutable once it is
+// published; the next table shares the unchanged rules with it.
 type ruleTable struct {
 	remotes4 remotes4
 	remotes6 remotes6

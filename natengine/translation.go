@@ -85,7 +85,8 @@ func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop 
 	return c.begin(naptFlow, &k, m.natAddr())
 }
 
-// midConnection reports whether the packet is a TCP segment other than a SYN without ACK.
+// midConnection reports whether the packet is a TCP segment, but not the SYN that opens a
+// connection.
 func (c *translation) midConnection() bool {
 	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
@@ -168,9 +169,9 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 // endReplaced ends a flow to a mapped address of the pod if the flow's client now uses the pod's
 // own address from the same port. At the pod, packets to either address have the same tuple, so an
 // answer of the pod does not show which of them the client used. Therefore an answer leaves from
-// the address that the client used last. A packet that cannot open a flow ends no flow. Neither
-// does a segment other than a SYN end an established flow, because it is a late segment of an
-// earlier connection.
+// the address that the client used last. Only a packet that may open a flow ends another flow. A
+// TCP segment after the first SYN ends only a half-open flow, because it may be a late segment of
+// an earlier connection.
 func (c *translation) endReplaced(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return

@@ -30,11 +30,10 @@ type View struct {
 // checksum, the view has ChecksumAbsent instead.
 //
 // v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful.
-// Parse verifies no checksum: the kernel verifies those of packets in both directions, and an
-// incremental update keeps a wrong checksum wrong. Parse refuses a source route. With a source
-// route, the destination in the IP header is not the final one, which NAT must translate and the
-// pseudo-header contains. A source route would also bypass the rules of the gateway (RFC 5095, RFC
-// 7126).
+// Parse verifies no checksum: the kernel does that in both directions, and an incremental update
+// keeps a wrong checksum wrong. Parse refuses a source route. With a source route, the destination
+// in the IP header is not the final one, which NAT must translate and the pseudo-header contains. A
+// source route would also bypass the rules of the gateway (RFC 5095, RFC 7126).
 func (v *View) Parse(b []byte, csum ChecksumState) error {
 	if len(b) == 0 {
 		return ErrTruncated

@@ -26,10 +26,11 @@ import (
 
 const (
 	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. sendBuffer is
-	// the size that wireguard-go requests. All peers share the receive buffer in order of arrival,
-	// so its size bounds the time that a message waits behind those of other peers. The receive
-	// buffer holds some ten thousand small messages. The receiver drains it into per-peer queues
-	// much faster than it decrypts. A size above net.core.{r,w}mem_max requires CAP_NET_ADMIN.
+	// the size that wireguard-go requests. Messages of all peers wait in one receive buffer, in
+	// order of arrival. So its size bounds the time that a message waits behind those of other
+	// peers. The receive buffer holds some ten thousand small messages. The receiver drains it into
+	// per-peer queues much faster than it decrypts. A size above net.core.{r,w}mem_max requires
+	// CAP_NET_ADMIN.
 	sendBuffer    = 7 << 20
 	receiveBuffer = 4 << 20
 

@@ -168,7 +168,7 @@ type peerState struct {
 	newest time.Time // when the newest answered PING was sent
 
 	away  bool      // the peer has no session, see Sessions
-	back  bool      // the peer has a session again, but has not been pinged yet
+	back  bool      // the peer has a session again, and has not been pinged since
 	tried time.Time // when a handshake was last started
 	rests bool      // wireguard-go does not repeat the last handshake any more
 	waits bool      // the last handshake may still be answered

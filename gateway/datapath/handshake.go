@@ -33,9 +33,9 @@ import (
 // that the device never demands cookies itself.
 
 const (
-	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first one holds
-	// a handshake from each of a thousand peers, because all of them may start at once when this
-	// gateway returns.
+	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first stack
+	// holds a handshake from each of a thousand peers, because all of them may start handshakes at
+	// once when this gateway restarts.
 	knownHandshakes = 1024
 	otherHandshakes = 512
 	// At most one in cookieShare places of a stack holds a message that is answered only with a

@@ -171,8 +171,8 @@ func (in *inbound) release() {
 // enqueue adds a data message to the backlog, or refuses it.
 func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 	p, session := in.senderOf(m, from)
-	// A message that no session can open must not take the place of a message from a peer that has
-	// just moved.
+	// Refuse the message now if no session can decrypt it. It must not fill the queue of messages
+	// without a peer, because peers that have just moved need that queue.
 	if !session {
 		in.refuse(nil, m, from, natengine.DropTunnelSession)
 		in.t.unknownSession(from, in.now)
@@ -289,7 +289,7 @@ func (in *inbound) sourceAllowed(from conn.Endpoint) bool {
 	return in.source.allowed
 }
 
-// open decrypts the current run in place, and passes its packets on.
+// open decrypts the current run in place, and passes its packets to the writer.
 func (in *inbound) open() {
 	r := &in.run
 	if len(r.messages) == 0 {
@@ -359,9 +359,9 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 }
 
 // refuseReplays refuses the replayed messages of the current run. It returns the endpoint of the
-// last message that is no replay, or nil if all are replays. It also reports whether any such
-// message is more than a keepalive. It ignores messages that failed decryption, so forged ones do
-// not move the replay window.
+// last message that is no replay, or nil if all are replays. It also reports whether any message
+// that is no replay is more than a keepalive. It ignores messages that failed decryption, so forged
+// ones do not move the replay window.
 func (in *inbound) refuseReplays(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.ptr(k)

@@ -149,8 +149,8 @@ func (p *peer) checkSession(now time.Time) {
 	(*f)(p.key)
 }
 
-// recordAnswer records that the device answers a handshake, which index identifies: by a response
-// or, under load, by a cookie.
+// recordAnswer records that the device answers the handshake with this index. The answer is a
+// response or, under load, a cookie.
 func (t *Tunnel) recordAnswer(index uint32, to conn.Endpoint) {
 	p := t.placeAt(to.DstIP())
 	if p == nil {

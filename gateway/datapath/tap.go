@@ -92,8 +92,9 @@ func (p *tap) saveHeaders(v *packet.View) {
 	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
 }
 
-// showTranslated shows a packet before and after the engine. segments is the number of packets that
-// it has in the tunnel. tail holds the payloads of the second and later packets of a run.
+// showTranslated shows a packet before and after the engine. segments is the number of packets in
+// the tunnel that it corresponds to. tail holds the payloads of the second and later packets of a
+// run.
 func (p *tap) showTranslated(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before

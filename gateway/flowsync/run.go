@@ -76,7 +76,7 @@ func NewLink(k *Keeper, o Options) *Link {
 // Await waits until the gateways known at the start that are not active have sent their flows, for
 // at most a second. The reason is that an active gateway that restarts has lost its flows, but a
 // standby may have a copy of them. If this gateway has already received all flows of the active
-// gateway, Await does not wait, because one of the other gateways may have ended.
+// gateway, Await does not wait for the others, because a gateway that has ended would never answer.
 func (l *Link) Await(ctx context.Context) {
 	if l.k.hasList() {
 		return
