@@ -38,8 +38,8 @@ func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
 	return b
 }
 
-// set replaces the list of peers that agreed to in-band control. It opens the port in the
-// tunnel when the first one has agreed.
+// set replaces the list of peers that agreed to in-band control. It opens the port in the tunnel
+// when the first peer has agreed.
 func (b *inBand) set(peers []peer) error {
 	if b == nil {
 		return nil

@@ -37,7 +37,7 @@ type current struct {
 	ready       bool
 }
 
-// publish makes a copy of l.now available to other goroutines, which read it with current.
+// publish makes a copy of l.now available to other goroutines, which read it with gateway.current.
 func (l *loop) publish() {
 	now := l.now
 	l.published.Store(&now)

@@ -50,7 +50,7 @@ type resolver struct {
 	site  fabric.Site
 	index *fabric.SiteIndex // made from site
 
-	// set replaces sources, and allowed reads them. A stored value is never modified.
+	// The method set stores new sources, and allowed reads them. A stored value is never modified.
 	sources atomic.Pointer[sources]
 }
 

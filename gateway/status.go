@@ -104,7 +104,7 @@ type PeerStatus struct {
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured endpoint
 	PublicKey  string         `json:"publicKey"`
 	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our public key in the present session
-	Lags       bool           `json:"lagsBehindKey,omitempty"`     // no session with the peer uses our next key yet
+	Lags       bool           `json:"lagsBehindKey,omitempty"`     // a session with the peer does not use our next key yet, or there is no session
 	Preshared  string         `json:"presharedExchange,omitempty"` // ID of the exchange that made the preshared key of all sessions
 
 	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when an authenticated message last came

@@ -36,8 +36,9 @@ type slots struct{ list []uint64 }
 
 const tombstone = 1 << 32
 
-// home returns the slot at which the search for a tag begins. nextSlot returns the slot after a
-// slot. Higher tags have higher slots, so an array can be copied into a larger one sequentially.
+// A tag is the low 32 bits of a hash. home returns the slot at which the search for a tag begins.
+// nextSlot returns the slot after a slot. Higher tags have higher slots, so an array can be copied
+// into a larger one sequentially.
 func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
 
 func (s *slots) nextSlot(at uint) uint {

@@ -82,8 +82,8 @@ type fragmentHost struct {
 	bytes int
 }
 
-// fragmentList is a list of datagrams, oldest first. Each datagram is in two lists, ofAll and
-// ofHost; kind says which of the two this list is.
+// fragmentList is a list of datagrams, oldest first. Each datagram is in two lists: one of all
+// datagrams (ofAll) and one of its source (ofHost).
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }

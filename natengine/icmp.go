@@ -29,8 +29,8 @@ func quote(v *packet.View, q *packet.Quote) Drop {
 	return DropNone
 }
 
-// quoteKey returns the tuple of the quoted packet, as direction dir matches it. ok is false if
-// the quote ends before the ports, without which no flow can be identified.
+// quoteKey returns the key by which packets of direction dir find the flow of the quoted packet. ok
+// is false if the quote ends before the ports, without which no flow can be identified.
 func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
 	var nearPort, remotePort uint16
 	switch class := classOf(q.Proto(), q.Is4()); {

@@ -59,7 +59,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 			o.tr.known(&f)
 			return f, false, DropNone
 		}
-		room = roomFree // the flow replaces the expired one
+		room = roomFree // the new flow takes the place of the expired one
 		stale = o.expire(&f, stale)
 	}
 	port := o.k.nearPort(o.dir)

@@ -175,8 +175,8 @@ func (t *hostTable) count() (more bool) {
 	return true
 }
 
-// hostsAtOnce is the number of hosts that count examines while new flows of the peer wait: 30 µs of
-// work.
+// hostsAtOnce is the number of hosts that one call of count examines. New flows of the peer wait
+// during that call, for about 30 µs.
 const hostsAtOnce = 1 << 13
 
 func (t *hostTable) bytes() int {

@@ -84,8 +84,8 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 	return m, from
 }
 
-// Keep preserves m, the last message of Next, until Reset. It moves the message into the space
-// of earlier messages that were not kept, and returns the moved message.
+// Keep preserves m, the message that Next returned last, until Reset. It moves the message into the
+// space of earlier messages that were not kept, and returns the moved message.
 func (b *Batch) Keep(m []byte) []byte {
 	start := b.taken
 	if to := aligned(b.kept); to+slabAlign <= start {

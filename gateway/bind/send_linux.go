@@ -19,7 +19,7 @@ type sender struct {
 	control [pktinfoSpace + gsoSpace]byte
 	errno   unix.Errno
 	gate    func() bool // may be nil
-	shut    bool        // result of gate at the last call
+	shut    bool        // whether gate returned false at the last call
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 }
@@ -35,8 +35,8 @@ func newSender(gate func() bool) *sender {
 	return m
 }
 
-// sendmsg sends the message of m.header unless the gate is shut. It uses a raw system call,
-// because the socket does not block.
+// sendmsg sends the message of m.header, or sets shut if gate returns false. It uses a raw system
+// call, because the socket does not block.
 func (m *sender) sendmsg(fd uintptr) {
 	for {
 		if m.shut = m.gate != nil && !m.gate(); m.shut {

@@ -89,7 +89,7 @@ type pathProbe struct {
 // zero value does nothing until a ceiling is set.
 type pathSearch struct {
 	PathMTU
-	floor   int           // BASE_PLPMTU
+	floor   int           // BASE_PLPMTU of RFC 8899
 	base    int           // BaseMTU; floor is the smaller of base and the ceiling
 	raise   time.Duration // PMTU_RAISE_TIMER
 	raised  time.Time     // when PMTU_RAISE_TIMER last started
@@ -109,8 +109,8 @@ type pathKind uint8
 
 const (
 	pathConfirm  pathKind = iota // does the path still carry the size in force?
-	pathSearches                 // what is the largest size that it carries?
-	pathUpwards                  // does it carry a larger size now?
+	pathSearches                 // what is the largest size that the path carries?
+	pathUpwards                  // does the path carry a larger size now?
 )
 
 // steps returns the number of possible sizes: the floor, then each further multiple of padding,

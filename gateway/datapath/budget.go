@@ -10,8 +10,8 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A budget is the key of a rate limit. It limits handshakes unless cookie or replies is set. The
-// zero value limits handshakes from all sources without a peer.
+// A budget is the key of a rate limit. If neither cookie nor replies is set, the limit applies to
+// handshakes. The zero value limits handshakes from all sources without a peer.
 type budget struct {
 	addr   netip.Addr // source of the handshakes; zero: all sources
 	source string     // address and port of a source behind a relay; otherwise empty

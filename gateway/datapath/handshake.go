@@ -180,8 +180,8 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	}
 }
 
-// next returns a queued message, preferring those of known sources. If mayBlock is
-// true, it waits for a message. ok is false if no message is queued or the wire is closed.
+// next returns a queued message; messages of known sources come first. If mayBlock is true, it
+// waits for a message. ok is false if no message is queued or the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, mayBlock bool) (m handshake, ok bool) {
 	for {
 		if m, ok = h.known.pop(); ok {

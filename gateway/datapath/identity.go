@@ -22,8 +22,8 @@ import (
 //
 // Each key of ours is an identity with a device of its own, because a device has only one static
 // key. All identities share the socket. A handshake message belongs to the identity for whose
-// public key its mac1 was made. Any other message belongs to the device that knows the receiver
-// index. The probability that two devices choose the same index is 2^-32.
+// public key its mac1 was made. Any other message belongs to the device that has chosen its
+// receiver index. The probability that two devices choose the same index is 2^-32.
 //
 // So several peers, of different devices, may correspond to one peer of the engine. The one with
 // the newest session encrypts.

@@ -29,8 +29,8 @@ const (
 	laggardPause = time.Second
 )
 
-// lookForLaggards starts handshakes with silent peers, using the next key. It repeats itself
-// until the rotation ends.
+// lookForLaggards starts handshakes with silent peers, using the next key. It runs again after
+// laggardInterval until the rotation ends.
 func (t *Tunnel) lookForLaggards() {
 	t.mu.Lock()
 	next := t.ids.Load().next

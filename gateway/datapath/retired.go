@@ -32,7 +32,7 @@ func (p *peer) retire() bool {
 	}
 	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()
-	clear(peerStatic.ptr(p.dev)[:]) // without it the device neither starts nor answers handshakes
+	clear(peerStatic.ptr(p.dev)[:]) // without this value the device neither starts nor answers handshakes
 	mu.Unlock()
 	(*peerRetransmit.ptr(p.dev)).Del()
 	p.retiredAt = time.Now()
@@ -81,8 +81,8 @@ func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	}
 }
 
-// sweepRetired removes retired peers that are no longer needed. It repeats itself while any are
-// left.
+// sweepRetired removes retired peers that are no longer needed. It runs again after retiredInterval
+// while any are left.
 func (t *Tunnel) sweepRetired() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -139,8 +139,8 @@ func (t *Tunnel) logger() *device.Logger {
 	}}
 }
 
-// Now returns the monotonic time since New. The engine's clock has this value, so pass it to Sweep
-// and Trace of the engine.
+// Now returns the monotonic time since New. The Tunnel passes this time to the engine. So it must
+// also be the argument of the engine's Sweep and Trace.
 func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 
 // stamp converts a time to the form in which peers store it. It never returns 0, which means never.
