@@ -77,7 +77,7 @@ type location struct {
 	next   time.Time // time of the next lookup
 	busy   bool      // a lookup is running
 
-	round uint64 // resolver.round of the last set with this peer
+	round uint64 // resolver.round at the last call of set that included this peer
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {

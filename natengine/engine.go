@@ -26,8 +26,9 @@ type Config struct {
 	Timeouts           Timeouts
 }
 
-// Timeouts are the idle times after which a flow, or a held fragment, ends. They are accurate
-// to about 0.13 s. Fragment is limited to 2-30 s (RFC 6146, section 3.4).
+// Timeouts are the idle times after which flows end, and the time after which held fragments are
+// dropped. They are accurate to about 0.13 s. Fragment is limited to 2-30 s (RFC 6146, section
+// 3.4).
 type Timeouts struct {
 	UDP            time.Duration // RFC 4787, REQ-5
 	TCPEstablished time.Duration // RFC 5382, REQ-5
@@ -247,9 +248,9 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, re
 	for _, r := range rules {
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
-	// Every PeerState gets its new rule before the table is published. So a packet that still
-	// uses the old table cannot open a flow that the new table forbids. Existing flows end
-	// last, because that takes long when there are many.
+	// Every PeerState gets its new rule before the table is published. So a packet that still uses
+	// the old table cannot open a flow that the new table forbids. Existing flows end last, because
+	// ending many flows takes long.
 	var differ []*PeerState
 	for _, id := range removed {
 		if p := e.peers[id]; p != nil {

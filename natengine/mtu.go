@@ -54,8 +54,8 @@ func (p *path) allowError(now, interval time.Duration) bool {
 // The action is Forward for an error to send to the link, and Deliver for one to the in-process
 // endpoint. The action is Discard, without an error, in three cases: no error may be sent about
 // this packet (see packet.View.TooBig), Config.MaxErrorsPerSecond is reached, or the sender is
-// unknown, as for a fragment without ports behind the NAPT address. v is not changed, and the
-// caller counts the drop of v.
+// unknown, for example of a fragment without ports behind the NAPT address. v is not changed, and
+// the caller counts the drop of v.
 //
 // TooBig first makes the error that the peer would send about the packet in the tunnel. It then
 // translates that error like any inbound one, so the error opens, refreshes and ends no flow.

@@ -68,7 +68,7 @@ const (
 type PathMTU struct {
 	State   PathState `json:"state"`
 	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path carries
-	Ceiling int       `json:"ceiling"` // largest IP packet that it should carry, according to the kernel
+	Ceiling int       `json:"ceiling"` // largest IP packet that the path should carry, according to the kernel
 	Since   time.Time `json:"since"`   // when Bytes last changed
 	// Confirmed is the time when a packet of Bytes octets was last answered, or zero if none ever
 	// was.

@@ -319,8 +319,8 @@ func (t *peerTable) removeSibling(p *peer) {
 	}
 }
 
-// livePeers returns the peers of a state that are not retired, and so may start handshakes. The
-// caller owns the slice.
+// livePeers returns the peers for one engine peer that are not retired, and so may start
+// handshakes. The caller owns the slice.
 func (t *peerTable) livePeers(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {

@@ -75,8 +75,8 @@ type sink interface {
 	maxSize() int
 }
 
-// A batch is the set of packets of one read. It ends when the link has no more packets or the
-// sink is full. If a superpacket has more segments than fit, the rest goes into the next batch.
+// A batch is the set of packets of one read. It ends when the link has no more packets or the sink
+// is full. Segments of a superpacket that do not fit go into the next batch.
 type batch struct {
 	to    sink
 	n     int // number of packets

@@ -66,8 +66,8 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	}
 }
 
-// limitRetired removes the oldest retired peers of a state from the table if there are more than
-// maxRetired. The caller holds t.mu.
+// limitRetired removes the oldest retired peers for one engine peer from the table if there are
+// more than maxRetired. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
 	for _, p := range slices.Backward(t.siblings[state]) {

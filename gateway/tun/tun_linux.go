@@ -195,8 +195,8 @@ func setIffError(err error) error {
 	return fmt.Errorf("TUNSETIFF: %w", err)
 }
 
-// probeOffloads enables as many offloads as the kernel accepts. It does not enable TUN_F_TSO_ECN:
-// without it, the kernel itself segments flows in congestion (CWR only in the first segment).
+// probeOffloads enables as many offloads as the kernel accepts. It does not enable TUN_F_TSO_ECN.
+// So the kernel itself segments superpackets with CWR, which only the first segment may have.
 func probeOffloads(fd int, o Options) (Offloads, error) {
 	const tcp = unix.TUN_F_CSUM | unix.TUN_F_TSO4 | unix.TUN_F_TSO6
 	type attempt struct {
