@@ -151,7 +151,7 @@ func (l *flowLog) run(done <-chan struct{}) {
 			if len(l.queue) == 0 {
 				flush()
 			}
-			_ = l.limit.Wait(ctx) // an error means that ctx has ended, which the loop above notices
+			_ = l.limit.Wait(ctx) // an error means that ctx has ended, which the loop above detects
 		case <-tick.C:
 			if n := l.omitted.Swap(0); n > 0 {
 				write(FlowRecord{Event: "omitted", Count: n})

@@ -71,8 +71,8 @@ type Options struct {
 	PodNetwork bool
 
 	// Ready, if not nil, returns nil, or a reason why the status must report the gateway as not
-	// ready although it works. One such reason is that the Source delivers remembered objects.
-	// Ready may be called concurrently.
+	// ready although it works. One such reason is that the Source delivers stored objects instead
+	// of current ones. Ready may be called concurrently.
 	Ready func() error
 
 	// Mandate, if not nil, returns when this gateway became active, and the reason, for the status.

@@ -28,8 +28,8 @@ const (
 
 // A resolver determines the address of each peer's gateway. It looks up names and prefers IPv4. It
 // keeps the previous address while that is among the answers (docs/liqo-v0.md, section 6.2). While
-// messages come from a peer, a new answer is only remembered, because WireGuard already has the
-// peer's address, even if the peer roams. Methods may be called concurrently.
+// messages come from a peer, a new answer is only stored, because WireGuard already has the peer's
+// address, even if the peer roams. Methods may be called concurrently.
 //
 // fabric.Site checks literal addresses and every answer. A refused answer never replaces the
 // address in use, so that a forged answer cannot cut off a peer. The resolver gives up the address

@@ -40,7 +40,8 @@ import (
 // engine then drops the new datagram, so that it is not mixed with the earlier one (RFC 4963). Two
 // of our hosts behind the NAPT address may also use the same identification, which the engine does
 // not rewrite. The earlier datagram then passes, and the later one is dropped. Outbound fragments
-// under a 1:1 map are not compared: the map needs no port, and the receiver reassembles them.
+// under a 1:1 map are not compared with each other: the map needs no port, and the receiver
+// reassembles the datagram.
 
 // fragmentStore holds the incomplete datagrams of one peer and direction. Config sets bounds on
 // datagrams, octets and fragments. At the bound on datagrams or octets, the oldest datagram is

@@ -18,7 +18,7 @@ type path struct {
 
 // MTU returns the size in octets of the largest IP packet that may be sent to the peer. MTU is
 // Peer.MTU of the rules in force, 0 for no bound. The engine does not enforce it, because only the
-// caller knows the size of segments; see TooBig.
+// caller has the size of segments; see TooBig.
 func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.

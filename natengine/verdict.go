@@ -99,7 +99,7 @@ const (
 	DropLocalSource   // sent to the address of a gateway, or to the connection check, by a host that is not a gateway
 	DropLocalRate     // inbound: the peer exceeded its limit for the in-process endpoint
 	DropLocalPort     // inbound: the in-process endpoint does not listen on that UDP port
-	DropLocalProtocol // inbound: the in-process endpoint does not speak the protocol or answer the message
+	DropLocalProtocol // inbound: the in-process endpoint does not support the protocol or does not answer the message
 	DropTunnelSend    // outbound: the sealed message could not be sent
 	DropNoMandate     // outbound: this gateway may not send, because another one may be active
 	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
@@ -147,7 +147,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropLocalSource:       {"local_source", "a host that is not a gateway sent a message to the connection check or to a gateway's own address"},
 	DropLocalRate:         {"local_rate", "the peer exceeded its rate of packets to the in-process endpoint"},
 	DropLocalPort:         {"local_port", "the in-process endpoint does not listen on this UDP port"},
-	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},
+	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not support this protocol or does not answer this kind of message"},
 	DropTunnelSend:        {"tunnel_send", "the encrypted message could not be sent"},
 	DropNoMandate:         {"no_mandate", "this gateway may not send, because another one may be active"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},

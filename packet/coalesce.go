@@ -23,7 +23,7 @@ type Coalescer struct {
 	tails  [][]byte
 	sealed int // number of runs that Runs has finished: the first elements of runs
 
-	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because every packet is compared with all of them
+	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because each packet is compared with all tags
 	open  [maxOpen]openRun
 	opens int
 	evict int // index in open of the run to close next when maxOpen runs are open

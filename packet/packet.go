@@ -11,7 +11,7 @@
 // other functions do not allocate once their scratch memory is large enough.
 package packet
 
-// Protocol numbers (IANA) that this package knows by name.
+// Protocol numbers (IANA).
 const (
 	ICMP    uint8 = 1
 	TCP     uint8 = 6

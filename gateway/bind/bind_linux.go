@@ -123,10 +123,10 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path MTU
-// that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
-// default is false. The gateway uses IgnorePath if the reported MTU of a path is implausibly small.
-// If the path really has this MTU, routers fragment the datagrams, and they still arrive.
+// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the kernel's
+// path MTU. The kernel also ignores ICMP errors about these datagrams. The default is false. The
+// gateway uses IgnorePath if the reported MTU of a path is implausibly small. If the path really
+// has this MTU, routers fragment the datagrams, and they still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

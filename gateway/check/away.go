@@ -32,10 +32,10 @@ const (
 	handshakesOver    = 8               // seconds over which answers are averaged
 )
 
-// Sessions records which peers have a WireGuard session, from stats by public key. Call it once a
-// second. It returns two lists of public keys. The caller must start a handshake with each peer in
-// starts, and must stop wireguard-go from repeating handshakes with each peer in stops. stops is
-// empty if few peers are away.
+// Sessions records which peers have a WireGuard session. stats holds the statistics by public key.
+// Call it once a second. It returns two lists of public keys. The caller must start a handshake
+// with each peer in starts, and must stop wireguard-go from repeating handshakes with each peer in
+// stops. stops is empty if few peers are away.
 func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (starts, stops [][32]byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -98,7 +98,7 @@ type Result struct {
 
 // Unasked reports whether the peer's PINGs do not arrive. A peer that can reach us sends one every
 // two seconds, from the network address of its PodCIDR. If the two sides disagree about that
-// network, this side drops the PINGs, and only this side notices.
+// network, this side drops the PINGs, and only this side can detect that.
 func (r *Result) Unasked(now time.Time) bool {
 	last := r.Since
 	if r.Asked.After(last) {

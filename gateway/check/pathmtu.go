@@ -10,7 +10,7 @@ import (
 )
 
 // This file contains packetization layer path MTU discovery (RFC 8899) for each peer. The kernel
-// knows only the limits that routers report. Probes also detect a path that drops large datagrams
+// has only the limits that routers report. Probes also detect a path that drops large datagrams
 // silently. A probe is a PING of the connection check that WireGuard pads to a given size
 // (datapath.Port.Send). Every peer answers it, even a Liqo gateway, and the answer is small. So
 // each side measures the direction in which it sends.

@@ -350,8 +350,8 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		// Ignore the error: dropped packets are already counted, and the outbound goroutine notices
-		// when the link has ended.
+		// Ignore the error: dropped packets are already counted, and the outbound goroutine detects
+		// the end of the link.
 		_ = in.write.writePackets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]

@@ -162,7 +162,7 @@ func (l *Local) attach(wake, overflow func()) {
 
 // next copies the next packet that the endpoint sends into p. n is its length, or 0 if there is
 // none. size is the length to which the packet must be padded, or 0. Packets of the Port have
-// priority: they are few, and they decide whether peers count as connected.
+// priority, because they are few, and peers count as connected only if these packets arrive.
 func (l *Local) next(p []byte) (n, size int) {
 	// This runs once per batch, so each pop costs only one atomic load if its queue is empty.
 	if d, ok := l.out.pop(); ok {

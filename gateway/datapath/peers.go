@@ -207,7 +207,7 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	}
 }
 
-// clearEndpoint makes the device forget the endpoint of a peer if it is the configured one. If the
+// clearEndpoint removes the endpoint of a peer from the device if it is the configured one. If the
 // peer has roamed, it keeps its new endpoint, because it has authenticated itself there.
 func clearEndpoint(dev *device.Peer, configured netip.AddrPort) {
 	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == configured {

@@ -297,8 +297,8 @@ func (p *peer) recordConfirmation() {
 }
 
 // session returns the creation time of the current session, or of the last one if the device has
-// erased its keys. It returns zero if there was no session. The session's age by the monotonic
-// clock decides whether messages are sent and accepted (see isFresh).
+// erased its keys. It returns zero if there was no session. Whether messages are sent and accepted
+// depends on the session's age by the monotonic clock (see isFresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
 		p.created.Store(p.t.stamp(*keypairCreated.ptr(k)))

@@ -59,7 +59,7 @@ type tap struct {
 	before   natengine.Tuple
 	headers  int  // octets of headers in the packet
 	fragment bool // the packet is a fragment; inbound, NAT may turn it into the complete datagram
-	wanted   bool // the capture wants the last packet that passed the engine, and therefore its segments
+	wanted   bool // the capture selects the last packet that passed the engine, and therefore its segments
 
 	view   packet.View
 	small  [tapHead]byte
@@ -302,8 +302,8 @@ func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byt
 }
 
 // showInner shows an outbound packet in its form inside the tunnel, and reports whether the capture
-// wants it. translated is true if the packet is a part of the packet that passed the engine last;
-// then showInner does not check the packet's ends again.
+// selects it. translated is true if the packet is a part of the last packet that passed the engine.
+// If the capture selected that packet, showInner does not check the ends again.
 func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bool {
 	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {
@@ -312,8 +312,9 @@ func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bo
 	return wanted
 }
 
-// wantsInner reports whether the capture wants a packet inside the tunnel, and returns the length
-// of its headers. known is true if it is already known that the capture wants the packet's ends.
+// wantsInner reports whether the capture selects a packet inside the tunnel, and returns the length
+// of its headers. If known is true, the capture selects the packet's ends, and wantsInner does not
+// check them.
 func (p *tap) wantsInner(peer *natengine.PeerState, b []byte, known bool, now time.Duration) (headers int, wanted bool) {
 	c := p.to
 	if !c.WantsPeer(peer) || !c.WantsDrop(natengine.DropNone) || p.view.Parse(b, packet.ChecksumComplete) != nil {
@@ -334,7 +335,7 @@ func (p *tap) addInner(peer *natengine.PeerState, b []byte, headers int) {
 	p.add(capture.Tunnel, len(b), preposition+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
 }
 
-// wantsEnds reports whether the capture wants the ends of the parsed packet, either before or
+// wantsEnds reports whether the capture selects the ends of the parsed packet, either before or
 // after NAT.
 func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	c, v := p.to, &p.view
