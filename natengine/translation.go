@@ -16,7 +16,7 @@ type translation struct {
 }
 
 // outbound is the general path of a packet to the tunnel. r is the remote of its destination, or
-// nil. If tr is not nil, outbound fills tr and changes nothing else but v, which must be a copy.
+// nil. If tr is not nil, v must be a copy, and outbound changes only tr and v.
 func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := translation{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
 	src := c.near
