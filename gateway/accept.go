@@ -111,22 +111,22 @@ func (l *loop) accept(c Config) error {
 		l.adopt()
 	}
 	l.put(&survey)
-	l.now.generation++ // last: a caller that sees the new generation relies on all of it being in force
+	l.now.generation++ // incremented last: whoever sees the new generation may rely on the whole configuration
 	l.now.reloaded = time.Now()
 	l.publish()
 	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))
 	return nil
 }
 
-// reapply applies the current configuration again, after an event such as a netlink message, a
-// DNS answer or a roaming peer. If remeasure is true, routes to peers may have changed as well.
-// After a failed attempt, reapply applies everything, changed or not.
+// reapply applies the current configuration again, after an event such as a netlink message, a DNS
+// answer or a roaming peer. If remeasure is true, routes to peers may have changed as well. If the
+// last attempt has failed, reapply also applies the parts that have not changed.
 func (l *loop) reapply(remeasure bool) {
 	peers := l.now.wantedPeers()
 	l.locate(peers, l.now.config.Gateway.Site)
 	survey := l.survey(l.now.config, peers, remeasure)
 	if err := l.setRules(&survey); err != nil {
-		if remeasure { // otherwise the next reapply would not query the routes again
+		if remeasure { // so that the next reapply queries the routes again
 			l.remeasure.Store(true)
 		}
 		// The rules differ from those in force only in MTU and MSS, so this error is not fatal.

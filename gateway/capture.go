@@ -9,9 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/capture"
 )
 
-// CaptureSocket is the name of an abstract Unix socket in the network namespace of the gateway or
-// its host, on which CaptureHandler is served. Only root and the gateway's own user may connect,
-// because a capture shows the addresses of all traffic and, on request, its content.
+// CaptureSocket is the name of the abstract Unix socket on which Running.CaptureHandler is served.
+// It is in the network namespace of the gateway's Pod or host. Only root and the gateway's own user
+// may connect, because a capture shows the addresses of all traffic and, on request, its content.
 const CaptureSocket = "isthmus-gateway-capture"
 
 // CaptureSummary is the name of a trailer of the response, which holds the capture.Summary as

@@ -28,12 +28,12 @@ const (
 	// packetAge applies to events that a live peer causes every two seconds, such as PINGs.
 	packetAge = 6 * time.Second
 	// handshakeAge applies to events that an unconnected peer causes every five seconds, such as
-	// handshakes. While many peers are away, each one's handshakes are rarer
+	// handshakes. While many peers have no session, handshakes with each of them are rarer
 	// (gateway/check/away.go).
 	handshakeAge = 20 * time.Second
 )
 
-// evidence is everything that is known about one peer when its Cause is determined.
+// evidence holds the observations of one peer from which its Cause follows.
 type evidence struct {
 	now        time.Time
 	check      check.Result
@@ -41,7 +41,7 @@ type evidence struct {
 	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
 	configured string         // endpoint in the configuration
 	unresolved error          // reason why configured has no address, or an outdated one; nil: it has one
-	failed     error          // error of this machine when it applied the configuration, for this peer or for all; nil: none
+	failed     error          // error of applying the peer's part of the configuration, or a part for all peers; nil: none
 	handshake  time.Time      // when the present session was made; zero: never
 	heard      time.Time      // when the last authentic message arrived; zero: never
 	signs      datapath.Signs
@@ -62,9 +62,8 @@ func (e *evidence) recent(event time.Time, limit time.Duration) bool {
 	return !event.IsZero() && e.now.Sub(event) <= limit
 }
 
-// cause returns the Cause that fits the evidence. If several fit, it returns the first in this
-// order: problems of this machine, of the peer's address, of the path, of the keys, of the
-// networks.
+// cause returns the Cause that fits the evidence. If several fit, it returns the first in the order
+// of the cases.
 func (e *evidence) cause() Cause {
 	const compare = "; compare the TunnelEndpoints of both clusters"
 	sentTo := e.configured
@@ -83,8 +82,8 @@ func (e *evidence) cause() Cause {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
 	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.recent(e.source, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its packets from addresses outside %v, the networks by which this cluster knows it, "+
-			"are dropped (source), also its connection check; the two clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its packets from addresses outside %v (its networks in this cluster) "+
+			"are dropped (source), including its connection check; the two clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets do not arrive at %s, and no ICMP error comes back; every path should carry packets of this size, "+
 			"which is %d octets with WireGuard and outer headers; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
@@ -105,7 +104,8 @@ func (e *evidence) cause() Cause {
 	case !connected && e.recent(e.signs.Refused, handshakeAge):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
 			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", source)}
-	// If we sent the answer within a second after the session was made, that answer made it.
+	// An answer that we sent within a second of the session's creation may be the one that made the
+	// session. So it is no evidence of a lost answer.
 	case e.recent(e.signs.Answered, handshakeAge) && e.signs.Answered.Sub(e.handshake) > time.Second:
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", source)}
 	case !connected && e.alone && e.recent(e.signs.RelayedOtherKey, handshakeAge):
@@ -123,17 +123,17 @@ func (e *evidence) cause() Cause {
 	case !connected:
 		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayedHint())}
 	case !agreed && e.recent(e.source, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, the networks by which this cluster knows it, so its packets are dropped (source): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v (its networks in this cluster), so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
 	case !agreed && e.recent(e.destination, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, the networks by which it should know this cluster, so its packets are dropped (destination): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v (the networks that it should use for this cluster), so its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks%s", e.local, compare)}
 	}
 	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check: our packets may be lost on the path, or dropped by the peer; " +
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
-// relayedHint returns a second possible explanation to append to a message: if handshakes with a
+// relayedHint returns a second explanation to append to a message, or nothing. If handshakes with a
 // wrong key arrive through a Service, any of the unconnected peers may have sent them.
 func (e *evidence) relayedHint() string {
 	if !e.recent(e.signs.RelayedOtherKey, handshakeAge) && !e.recent(e.signs.RelayedRefused, handshakeAge) {

@@ -6,7 +6,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Limits of the time for which a gateway in a Pod keeps running after SIGTERM.
+// Limits of the time for which a gateway in a Pod continues to run after SIGTERM.
 const (
 	drainMost = 3 * time.Second // upper limit
 	// drainQuiet ends the wait early: if no packet has come from nodes or peers for this long, they

@@ -8,9 +8,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// dropTimes records when each drop counter last increased, to a second. It polls the counters
-// once a second, so that a drop on the packet path costs nothing more. Methods may be called
-// concurrently.
+// dropTimes records when each drop counter last increased, accurate to a second. It polls the
+// counters once a second, so that a drop on the packet path costs nothing more. Methods may be
+// called concurrently.
 type dropTimes struct {
 	mu   sync.Mutex
 	seen map[dropKey]dropSeen
@@ -69,8 +69,8 @@ func (d *dropTimes) lastIncrease(peer *natengine.PeerState, direction natengine.
 	return d.seen[dropKey{peer, direction, reason}].at
 }
 
-// increaseTime returns the time of the counter's last increase. count is its present value; if that
-// is not the value that poll last saw, the result is now.
+// increaseTime returns the time of the counter's last increase. count is its present value. If the
+// counter has increased since the last poll, the result is now.
 func (d *dropTimes) increaseTime(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()

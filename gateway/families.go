@@ -53,7 +53,7 @@ func (l labels) with(pairs ...string) labels {
 type scrape struct {
 	families map[*family]*dto.MetricFamily
 
-	// The unused parts of larger allocations, so that a series needs no allocation of its own.
+	// Unused parts of larger allocations, from which each series takes its structs.
 	metrics  []dto.Metric
 	gauges   []dto.Gauge
 	counters []dto.Counter

@@ -41,8 +41,8 @@ type flowLog struct {
 	limit   *rate.Limiter
 	file    *logFile
 	names   atomic.Pointer[map[string]string] // names of the peers by cluster ID; the map is never modified
-	// owner returns the pod or node that has an address of this cluster. It is nil if the log has
-	// no owners.
+	// owner returns the pod or node that has an address of this cluster. If it is nil, the log
+	// contains no pods and nodes.
 	owner func(netip.Addr) fabric.Owner
 	log   *slog.Logger
 }
@@ -151,7 +151,7 @@ func (l *flowLog) run(done <-chan struct{}) {
 			if len(l.queue) == 0 {
 				flush()
 			}
-			_ = l.limit.Wait(ctx) // an error means that ctx has ended, which the loop above notices
+			_ = l.limit.Wait(ctx) // an error means that ctx has ended, which the loop above detects
 		case <-tick.C:
 			if n := l.omitted.Swap(0); n > 0 {
 				write(FlowRecord{Event: "omitted", Count: n})
@@ -172,8 +172,8 @@ func (l *flowLog) record(ev natengine.FlowEvent) FlowRecord {
 			r.PeerName = (*names)[r.Peer]
 		}
 	}
-	// In a refused inbound packet, Local is our end as the peer sees it. The same address may
-	// belong to another pod here, so the record gets no owner.
+	// In a refused inbound packet, Local is our end as the peer sees it. In this cluster the same
+	// address may belong to another pod, so the record gets no owner.
 	if l.owner != nil && (ev.Change != natengine.FlowRefused || ev.Direction == natengine.Outbound) {
 		whose := l.owner(ev.Local.Addr())
 		r.LocalPod, r.LocalNode = whose.Pod, whose.Node

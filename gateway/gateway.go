@@ -43,7 +43,7 @@ import (
 // Timing of the control loop.
 const (
 	// compareDelay is the time during which the loop collects the netlink events that one change
-	// causes. It is short enough to restore a deleted route well within a second.
+	// causes. It is short, so that a deleted route is restored well within a second.
 	compareDelay = 100 * time.Millisecond
 	// compareInterval is the time between comparisons without an event, in case an event was lost.
 	compareInterval = 10 * time.Second
@@ -101,9 +101,8 @@ func Run(ctx context.Context, o Options) error {
 
 // Clear removes the unreachable routes that an ended gateway left in the network namespace of the
 // process. These routes keep packets for its peers from leaving in the clear. So call Clear only
-// when uninstalling, or where something else holds these packets back, such as a route agent that
-// refuses them. Clear does not touch the objects of a running gateway. podNetwork is
-// Options.PodNetwork.
+// when uninstalling, or if something else, such as a route agent, refuses these packets. Clear does
+// not touch the objects of a running gateway. podNetwork is Options.PodNetwork.
 func Clear(podNetwork bool, log *slog.Logger) error {
 	h, err := rtnl.Open(ownerOf(podNetwork), log)
 	switch {

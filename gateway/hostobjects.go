@@ -11,15 +11,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// locatedAddrs holds the addresses that the last call of locate used. While these have not changed,
-// locate need not build the Site again.
+// locatedAddrs holds the addresses that the last call of locate used. While these addresses stay
+// the same, locate need not build the Site again.
 type locatedAddrs struct {
 	site, all fabric.Site
 	own       []netip.Addr
 }
 
-// locate passes the peers to the resolver, with a Site that also refuses the addresses of the
-// gateway's own host: no peer can be there. These addresses may change without a new
+// locate passes the peers to the resolver, with a fabric.Site that also refuses the addresses of
+// the gateway's own host as addresses of peers. The host's addresses may change without a new
 // configuration.
 func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	own, err := net.InterfaceAddrs()
@@ -100,7 +100,8 @@ func (l *loop) put(s *survey) {
 }
 
 // fewNodes is the number of nodes whose routes are queried for their MTU. Some CNIs set the MTU on
-// a Pod's routes instead of its device, but the MTU is the same for all nodes.
+// a Pod's routes instead of its device. A few routes are enough, because the MTU is the same for
+// all nodes.
 const fewNodes = 16
 
 // objectsFor returns the desired kernel objects for the peers, and the nodes and networks that a

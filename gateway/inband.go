@@ -38,8 +38,8 @@ func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
 	return b
 }
 
-// set replaces the list of peers that agreed to in-band management. It opens the port in the
-// tunnel when the first one has agreed.
+// set replaces the list of peers that agreed to in-band control. It opens the port in the tunnel
+// when the first peer has agreed.
 func (b *inBand) set(peers []peer) error {
 	if b == nil {
 		return nil
@@ -74,7 +74,7 @@ func (b *inBand) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error)
 	return streams.Dial(ctx, gateway) // the Server has peers, so set has opened streams
 }
 
-// observe adds the metrics of in-band management to a scrape.
+// observe adds the metrics of in-band control to a scrape.
 func (b *inBand) observe(s *scrape) {
 	if b == nil {
 		return

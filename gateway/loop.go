@@ -37,7 +37,7 @@ type current struct {
 	ready       bool
 }
 
-// publish makes a copy of l.now available to other goroutines, which read it with current.
+// publish makes a copy of l.now available to other goroutines, which read it with gateway.current.
 func (l *loop) publish() {
 	now := l.now
 	l.published.Store(&now)
@@ -75,7 +75,7 @@ func (l *loop) remainingObjects() kernel.State {
 	return fabric.GatewayHostLeft(l.now.wantedPeers())
 }
 
-// adopt takes over the flows of the previous gateway. It does so only once.
+// adopt takes over the flows of the previous gateway. Further calls do nothing.
 func (l *loop) adopt() {
 	if l.keeper == nil || l.adopted {
 		return
@@ -91,7 +91,7 @@ func (l *loop) applyFirst(c Config) error {
 	if err := l.accept(c); err != nil {
 		return fmt.Errorf("configuration: %w", err)
 	}
-	return l.now.applyErr // at the start the cause is a missing privilege or the like, so retrying would not help
+	return l.now.applyErr // not retried: at the start the cause is, for example, a missing privilege
 }
 
 // begin makes the gateway active: it opens the sockets and applies the configuration as the first
@@ -104,7 +104,7 @@ func (l *loop) begin(c Config) error {
 	} else if err := l.startTunnels(c); err != nil {
 		return err
 	}
-	newer := l.now.configErr // reason why a newer configuration than c was rejected; nil: none was
+	newer := l.now.configErr // reason why a configuration newer than c was rejected; nil if none was rejected
 	l.now.peers, l.now.generation = nil, 0
 	if err := l.applyFirst(c); err != nil {
 		return err

@@ -6,10 +6,10 @@ import (
 	measures "runtime/metrics"
 )
 
-// By default the garbage collector lets the heap grow to twice its live size. A gateway makes
-// little garbage, but with a million flows twice the live size would waste 100 MiB. So the amount
-// of garbage is capped. The flow tables hold no pointers for the collector to follow, so with a
-// large heap a collection every few seconds is cheap. A small heap is unaffected.
+// By default the heap grows to twice its live size before the garbage collector runs. A gateway
+// makes little garbage, but with a million flows twice the live size would waste 100 MiB. So the
+// amount of garbage is capped. The flow tables hold no pointers for the collector to follow, so
+// with a large heap a collection every few seconds is cheap. A small heap is unaffected.
 const (
 	maxGarbage   = 24 << 20
 	minGCPercent = 10

@@ -22,12 +22,12 @@ const (
 	// packet would exceed it.
 	padding = 16
 
-	// defaultMTU assumes Ethernet. It is used while the path is not known.
+	// defaultMTU assumes Ethernet. It is used for a path whose MTU is not known.
 	defaultMTU = 1500 - overhead4
-	// minAutoMTU fits into 1280 octets with either outer header. minAutoMTU6 is the minimum that
-	// IPv6 requires of a link (RFC 8200, section 5). Both are multiples of padding. A smaller path
-	// MTU is mostly a forged ICMP error. If it is real, routers fragment the outer packets (see
-	// bind.IgnorePath).
+	// A packet of minAutoMTU octets fits into 1280 octets with either outer header. minAutoMTU6 is
+	// the minimum that IPv6 requires of a link (RFC 8200, section 5). Both are multiples of
+	// padding. A smaller path MTU is mostly a forged ICMP error. If it is real, routers fragment
+	// the outer packets (see bind.IgnorePath).
 	minAutoMTU  = 1280 - overhead6
 	minAutoMTU6 = 1280
 	// maxAutoMTU allows for jumbo frames. Only loopback and virtual links have a larger MTU, which
@@ -58,8 +58,8 @@ func inner6(p *fabric.GatewayPeer) bool {
 
 // autoMTUs derives MTUs from the paths to the peers. pathMTUs has, for each path, the size of the
 // largest packet that fits into one outer packet. tunnel is the MTU of the device: the largest of
-// these sizes, or previous if no path is known. A path that is no longer known keeps its last
-// value. A path that was never known counts as Ethernet.
+// these sizes, or previous if no path is known. If the MTU of a path is no longer known, the path
+// keeps its last value. If it was never known, the path counts as Ethernet.
 func autoMTUs(paths []underlay, previous int) (tunnel int, pathMTUs []int) {
 	pathMTUs = make([]int, len(paths))
 	for i := range paths {
@@ -77,7 +77,7 @@ func autoMTUs(paths []underlay, previous int) (tunnel int, pathMTUs []int) {
 }
 
 // innerMTU returns the size of the largest packet that fits into one outer packet on this path, or
-// 0 if the path was never known.
+// 0 if its MTU was never known.
 func (w *underlay) innerMTU() int {
 	if w.mtu == 0 {
 		return w.last
@@ -122,12 +122,13 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	return nil
 }
 
-// measure determines the MTU of the tunnel and, in peers, the MTU towards each peer. If c sets
-// none, measure derives it from the kernel's MTU for the path to the peer's current address, or
-// else to its configured one. The kernel's value includes reports by routers on the path, which the
-// kernel forgets after ten minutes without an event. So if remeasure is true, measure queries
-// the kernel for every peer. Otherwise it does so only for peers whose address has changed. A peer
-// whose path silently drops packets of that size gets a smaller MTU (check.Monitor.NarrowPaths).
+// measure determines the MTU of the tunnel and, in peers, the MTU towards each peer. If c sets no
+// MTU, measure derives it from the kernel's path MTU to the peer's current address or, if the peer
+// has none, to its configured one. The kernel's value includes reports by routers on the path,
+// which the kernel discards after ten minutes without an event. So if remeasure is true, measure
+// queries the kernel for every peer. Otherwise it does so only for peers whose address has changed.
+// A peer whose path silently drops packets of that size gets a smaller MTU
+// (check.Monitor.NarrowPaths).
 func (l *loop) measure(c Config, peers []peer, remeasure bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
@@ -161,7 +162,7 @@ func (l *loop) measurePaths(peers []peer, remeasure bool) (tunnel int) {
 			}
 			mtu, err := l.mtuTo(addr, links)
 			if err != nil {
-				// No route is no reason to reduce the MTU, so this is no warning.
+				// The MTU stays the same without a route, so a debug message is enough.
 				l.log.Debug("no route to the peer", "peer", p.ID, "error", err)
 			}
 			p.queried, p.kernel = addr, mtu

@@ -50,7 +50,7 @@ func (Key) String() string { return "(private key)" }
 func (Key) GoString() string { return "(private key)" }
 
 // A Source delivers the first Config and every later change. While the configuration is invalid,
-// it delivers an error instead. It makes one call of deliver at a time, and returns when ctx
+// the Source delivers an error instead. It does not call deliver concurrently, and returns when ctx
 // ends.
 type Source func(ctx context.Context, deliver func(Config, error))
 
@@ -70,9 +70,9 @@ type Options struct {
 	// creates a namespace of its own.
 	PodNetwork bool
 
-	// Ready, if not nil, returns nil, or a reason why the status must not report the gateway as
-	// ready although it works. An example is a Source that delivers remembered objects. Ready may
-	// be called concurrently.
+	// Ready, if not nil, returns nil, or a reason why the status must report the gateway as not
+	// ready although it works. One such reason is that the Source delivers stored objects instead
+	// of current ones. Ready may be called concurrently.
 	Ready func() error
 
 	// Mandate, if not nil, returns when this gateway became active, and the reason, for the status.
@@ -125,8 +125,8 @@ func (r Running) Ready() error { return r.g.unready() }
 
 // Yield prepares for another gateway to become active. From now on this gateway sends no packets to
 // peers. If a node sends a packet to a peer, this gateway relays the packet to the gateways that
-// copy its flows (Options.Flows). It delivers packets from peers until it ends. When Yield returns,
-// no packet is on its way to a peer.
+// copy its flows (Options.Flows). It still delivers packets from peers. When Yield returns, no
+// packet is on its way to a peer.
 func (r Running) Yield() { r.g.yield() }
 
 // StatusHandler returns the handler of /status, /trace and the other paths that are served at

@@ -11,18 +11,19 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A peer is the control loop's state of one peer. Only the loop makes peers, and it replaces them
-// as values: a peer that was published in current is never modified. The engine, the tunnels, the
-// connection checks and the resolver keep data of their own about a peer; a view joins all of it.
+// A peer is the control loop's state of one peer. Only the loop creates peers. To change a peer, it
+// stores a modified copy, because other goroutines read the peers that publish has made available.
+// The engine, the tunnels, the connection checks and the resolver have data of their own about a
+// peer; a view joins all of it.
 type peer struct {
 	*fabric.GatewayPeer                  // desired state; replaced when it changes, never modified
 	session             session          // in tunnel 0
 	further             []session        // in additional tunnels, nil if none; never modified
 	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
-	refused             bool             // the address in use is now refused: send nothing more there
-	queried             netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
-	kernel              int              // the kernel's path MTU to queried, in octets; 0: no path
-	pathInner           int              // largest packet in the tunnel that this path MTU allows, in octets
+	refused             bool             // the resolver gave up the address in use, so no more packets may be sent there
+	queried             netip.Addr       // address to which the kernel's path MTU was last queried; zero: none
+	kernel              int              // the result of that query in octets; 0: no path
+	pathInner           int              // largest packet in the tunnel that the kernel's path MTU allows, in octets
 	mtu                 int              // largest packet to the peer; less than pathInner if the path silently drops larger ones
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
 	forgotten           bool             // the tunnels were made to forget its endpoint, so it must be set again
@@ -44,8 +45,8 @@ type session struct {
 }
 
 // updatedFrom returns the session, updated from stats. Both now and the time of the handshake have
-// monotonic clock readings, so a step of the wall clock does not change an age. down depends only
-// on the age of the handshake, not on heard: WireGuard accepts no messages of a session older
+// monotonic clock readings, so a step of the wall clock does not change an age. down depends on the
+// age of the handshake and not on heard, because WireGuard accepts no messages of a session older
 // than check.SessionGone.
 func (s session) updatedFrom(stats datapath.Stats, now time.Time) session {
 	s.stats = stats
@@ -222,9 +223,9 @@ type view struct {
 	*peer
 	tunnels    []tunnelView // all tunnels to the peer, in order
 	nat        natengine.PeerStats
-	translated bool           // nat is valid; false if the engine has deleted the peer already, but the tunnels still have it
+	translated bool           // nat is valid; false if the engine has already deleted the peer
 	resolved   netip.AddrPort // address of the configured endpoint
-	unresolved error          // reason why resolved is missing or outdated; nil: it is neither
+	unresolved error          // reason why resolved is missing or outdated; nil if it is up to date
 	alone      bool           // every other peer is connected
 }
 

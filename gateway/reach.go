@@ -20,8 +20,8 @@ func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 }
 
 const (
-	// rekeyTime is the time for which handshakes with a new preshared key are tried. The peer
-	// receives the key within seconds.
+	// rekeyTime is the time for which handshakes with a new preshared key are tried. It is long
+	// enough, because the peer receives the key within seconds.
 	rekeyTime = 30 * time.Second
 	// rekeysPerSecond is the maximum number of handshakes with new preshared keys in a second. More
 	// handshakes would delay packets.

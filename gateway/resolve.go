@@ -26,14 +26,14 @@ const (
 	silence = 15 * time.Second
 )
 
-// A resolver determines the address of each peer's gateway. It looks up names and prefers IPv4.
-// It keeps the previous address while that is among the answers (docs/liqo-v0.md, section 6.2).
-// While messages come from a peer, a new answer is only remembered, because WireGuard already
-// knows the peer's address, even if the peer roams. Methods may be called concurrently.
+// A resolver determines the address of each peer's gateway. It looks up names and prefers IPv4. It
+// keeps the previous address while that is among the answers (docs/liqo-v0.md, section 6.2). While
+// messages come from a peer, a new answer is only stored, because WireGuard already has the peer's
+// address, even if the peer roams. Methods may be called concurrently.
 //
 // fabric.Site checks literal addresses and every answer. A refused answer never replaces the
-// address in use, so that a lying name server cannot cut off a peer. The resolver gives up the
-// address in use only when the Site changes and refuses it.
+// address in use, so that a forged answer cannot cut off a peer. The resolver gives up the address
+// in use only if a new Site refuses it.
 type resolver struct {
 	lookup  func(ctx context.Context, host string) ([]netip.Addr, error)
 	changed func() // called from any goroutine after an endpoint has changed
@@ -50,7 +50,7 @@ type resolver struct {
 	site  fabric.Site
 	index *fabric.SiteIndex // made from site
 
-	// set replaces sources, and allowed reads them. A stored value is never modified.
+	// The method set stores new sources, and allowed reads them. A stored value is never modified.
 	sources atomic.Pointer[sources]
 }
 
@@ -77,7 +77,7 @@ type location struct {
 	next   time.Time // time of the next lookup
 	busy   bool      // a lookup is running
 
-	round uint64 // resolver.round of the last set with this peer
+	round uint64 // resolver.round at the last call of set that included this peer
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {
@@ -111,7 +111,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	for _, p := range peers {
 		l := r.peers[p.ID]
 		renamed := l == nil || l.host != p.Endpoint
-		if renamed { // a new location, because a lookup of the old name may be under way
+		if renamed { // use a new location, because a lookup of the old name may still write to the old one
 			changed = true
 			_, err := netip.ParseAddr(p.Endpoint)
 			l = &location{host: p.Endpoint, literal: err == nil}
@@ -140,9 +140,9 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	return changed
 }
 
-// allowed reports whether a message from a peer may come from an address. It accepts the
-// addresses that the Site allows. It also accepts literal endpoints and addresses that the
-// resolver gave up, even if the Site refuses them now, for example because a Node has the address.
+// allowed reports whether a message from a peer may come from an address. It accepts the addresses
+// that the Site allows. It also accepts literal endpoints and addresses that the resolver gave up,
+// even if the Site now refuses them. A Site refuses an address, for example, because a Node has it.
 // The gateway sends to such an address only after the peer has sent from it.
 //
 // allowed is called for each message whose source differs from that of the previous message, so

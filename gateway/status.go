@@ -42,8 +42,8 @@ type Status struct {
 	TUN       string    `json:"tun"`
 	MTU       int       `json:"mtu"`
 	MTUAuto   bool      `json:"mtuAuto"` // the MTU is derived from the paths to the peers
-	// UDPOffload reports whether UDP superpackets cross the TUN, because they are enabled and the
-	// kernel supports them.
+	// UDPOffload reports whether UDP superpackets cross the TUN, which requires Options.UDPOffload
+	// and support by the kernel.
 	UDPOffload bool `json:"udpOffload"`
 
 	Config   ConfigStatus   `json:"config"`
@@ -104,7 +104,7 @@ type PeerStatus struct {
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured endpoint
 	PublicKey  string         `json:"publicKey"`
 	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our public key in the present session
-	Lags       bool           `json:"lagsBehindKey,omitempty"`     // no session with the peer uses our next key yet
+	Lags       bool           `json:"lagsBehindKey,omitempty"`     // a session with the peer does not use our next key yet, or there is no session
 	Preshared  string         `json:"presharedExchange,omitempty"` // ID of the exchange that made the preshared key of all sessions
 
 	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when an authenticated message last came
@@ -178,7 +178,7 @@ type DropStatus struct {
 	Reason    string     `json:"reason"`
 	Packets   uint64     `json:"packets"`
 	Text      string     `json:"text"`
-	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when it last increased, to a second
+	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when the counter last increased, accurate to a second
 }
 
 // FlowStatus is one NAT flow.
@@ -384,7 +384,7 @@ func texts(err error) []string {
 func publicKey(private Key) []byte {
 	k, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {
-		return nil // happens only if the key has another length
+		return nil // impossible for a key of 32 octets
 	}
 	return k.PublicKey().Bytes()
 }

@@ -38,7 +38,8 @@ type TraceStep struct {
 	Action   string `json:"action"` // "forward", "deliver", "hold" or "discard"
 	Drop     string `json:"drop,omitempty"`
 	Text     string `json:"text,omitempty"` // explains Drop to people
-	// PeerDown is the reason why a forwarded packet will not arrive: the peer does not answer.
+	// PeerDown is set if a forwarded packet will not arrive, because the peer has no session. It
+	// explains that to people.
 	PeerDown string `json:"peerDown,omitempty"`
 }
 
@@ -108,8 +109,8 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 	if err != nil {
 		return nil, err
 	}
-	// The same addresses can make sense in both directions if both clusters see each other under
-	// the same range.
+	// Both directions can be possible for the same addresses, if the two clusters see each other
+	// under the same range.
 	switch noPeer := natengine.DropNoPeer.String(); {
 	case out.Drop == noPeer && in.Drop != noPeer:
 		return []TraceStep{in}, nil

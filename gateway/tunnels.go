@@ -24,9 +24,10 @@ import (
 //	kernel's hash ┤
 //	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
-// A tunnel carries flows while its own connection check is answered. Each side decides that by
-// itself, so the two sides need not configure a tunnel, or open a firewall for it, at the same
-// moment. While no tunnel is answered, the first one carries all flows.
+// A tunnel carries flows while its own connection check is answered. Each side decides
+// independently which tunnels carry flows. So the two sides need not configure a tunnel, or open a
+// firewall for it, at the same moment. While no tunnel's check is answered, the first tunnel
+// carries all flows.
 
 // severalThreshold is the number of intervals without an answer after which a tunnel carries no
 // flows, if the peer has several tunnels. It is less than the five intervals for a single tunnel,
@@ -171,7 +172,7 @@ func (g *gateway) apply(i int, c Config, s *survey) error {
 		}
 		for _, at := range s.other {
 			if p := &s.peers[at]; i > len(p.Tunnels) {
-				removed = append(removed, p.state) // the peer no longer has this tunnel
+				removed = append(removed, p.state) // peers that no longer have this tunnel
 			}
 		}
 		errs = append(errs, e.Change(tunnelPeers(i, s.peers, s.other), removed))
@@ -184,7 +185,8 @@ func (e *tunnelEnd) listen(port uint16) error {
 	if e.Port() == port {
 		return nil
 	}
-	// Test first, because the tunnel closes its socket before it opens the next one.
+	// Test the new port first, because the tunnel closes its old socket before it opens the new
+	// one.
 	err := portFree(port)
 	if err == nil {
 		err = e.SetPort(port)
@@ -232,8 +234,8 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 }
 
 // applyTunnels brings our ends of all tunnels to their desired state, except for their ports. It
-// updates the connection checks last, because they ping a new peer at once, and by then the tunnel
-// must know the peer.
+// updates the connection checks last, because they ping a new peer at once, for which the tunnel
+// must already have the peer.
 func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 	for i, e := range g.tunnels {
 		if err := g.apply(i, c, s); err != nil {
@@ -304,8 +306,8 @@ func (g *gateway) workingTunnels(id string, now time.Time) (set fabric.TunnelSet
 }
 
 // cutTunnels removes from each peer the additional tunnels for which we have no end. For a peer
-// that has not changed, the result has the pointer from old, so that later comparisons compare only
-// pointers. Both lists are sorted by ID.
+// that has not changed, the result contains the pointer from old, so that later comparisons of
+// pointers are enough. Both lists are sorted by ID.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0

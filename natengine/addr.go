@@ -7,7 +7,7 @@ import (
 
 // addr is an address in two words: an IPv6 address, or an IPv4 address in its mapped form
 // (::ffff:0:0/96). No rule accepts an IPv4-mapped IPv6 address, so the two families cannot be
-// confused. Only the IPv4 fast path uses another form.
+// confused. Only the IPv4 fast path represents addresses otherwise, as uint32.
 type addr struct{ hi, lo uint64 }
 
 const mapped4 = 0xffff << 32
@@ -37,7 +37,7 @@ func (a addr) netip() netip.Addr {
 }
 
 // prefix is a network: its address and its mask, each in the two words of an addr. The zero prefix
-// contains every address, so a missing prefix needs a separate flag.
+// contains every address, so it cannot stand for a missing prefix.
 type prefix struct{ net, mask addr }
 
 func prefixOf(p netip.Prefix) prefix {
@@ -81,8 +81,8 @@ func martian(a addr, is4 bool) bool {
 // unreachable reports whether no packet of a peer may be sent to a. Such an address is a martian,
 // or belongs to a cloud's metadata service, which hands out the credentials of the machine.
 // Metadata services use IPv4 link-local addresses, and over IPv6 fd00:ec2::/32 at Amazon and
-// fd20:ce::254 at Google (2026-11). The in-process endpoint is an exception, for which the caller
-// checks.
+// fd20:ce::254 at Google (2026-11). The in-process endpoint may have such an address (169.254.0.1
+// in Liqo), so the caller must exempt it.
 func unreachable(a addr, is4 bool) bool {
 	if martian(a, is4) {
 		return true

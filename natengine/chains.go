@@ -35,8 +35,8 @@ type chains struct {
 	}
 }
 
-// chained holds the values whose numbers a chains table contains. It hashes a value and stores
-// the link to the next number in the chain.
+// chained holds the values whose numbers a chains table contains. It computes the hash of a value
+// and stores the link from a value to the next one in its chain.
 type chained interface {
 	hash(number uint32) uint64
 	next(number uint32) *uint32 // the next number in the chain

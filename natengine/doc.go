@@ -24,10 +24,11 @@
 // pod that is mapped 1:1 needs only this lookup, and no state. All other packets take the general
 // path, which handles ICMP errors (by the packet they quote), flows, mapped endpoints and NAPT. The
 // engine drops a packet that no rule permits, and counts it under a reason of verdict.go. A peer
-// reaches only our pods and mapped endpoints. A packet that is dropped is not changed. The engine
-// ignores the TTL, DSCP, ECN, IP options and the IP identification: the kernels on either side of
-// the gateway decrement the TTL. The engine does not check sizes either. The caller checks them
-// and, if a packet exceeds the peer's MTU, calls TooBig for the ICMP error.
+// reaches only our pods and mapped endpoints. A packet that is dropped is not changed. The
+// in-process endpoint is the gateway itself as a host in the tunnel (Config.Self4, Self6). The
+// engine ignores the TTL, DSCP, ECN, IP options and the IP identification. The kernels on either
+// side of the gateway decrement the TTL. The caller checks the size of packets and, if a packet
+// exceeds the peer's MTU, calls TooBig for the ICMP error.
 //
 // Rules are an immutable table behind an atomic pointer. Each peer has a table of flows, which
 // survives a change of rules. A lookup takes no lock; a new flow takes the mutex of its peer.
@@ -63,7 +64,7 @@
 // exceeds MaxFlows, a peer may use free flows beyond its share. When all flows are in use, a peer
 // below its equal share evicts a half-open flow of a peer above its share. Any other peer evicts
 // one of its own half-open flows. Established flows are not evicted, so a peer may stay above its
-// share. The other peers together still have at least MaxFlows - MaxFlowsPerPeer.
+// share. The other peers together can still have at least MaxFlows - MaxFlowsPerPeer flows.
 //
 // The host of a flow is the one that opens it: our host for a NAPT flow, the peer's for a flow to a
 // mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each

@@ -13,8 +13,8 @@ import (
 // Config sets the engine's bounds. The package comment lists the defaults, which apply to zero
 // fields.
 type Config struct {
-	Self4, Self6       netip.Addr // the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // source of the gateway kernel's own ICMP errors, which peers see as the mapped Self; default none
+	Self4, Self6       netip.Addr // addresses of the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
+	Router4, Router6   netip.Addr // source addresses of ICMP errors of the gateway's kernel, instead of which peers see the mapped Self4 and Self6; default none
 	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -26,8 +26,9 @@ type Config struct {
 	Timeouts           Timeouts
 }
 
-// Timeouts are the idle times after which a flow, or a held fragment, ends. They are accurate
-// to about 0.13 s. Fragment is limited to 2-30 s (RFC 6146, section 3.4).
+// Timeouts are the idle times after which flows end, and the time after which held fragments are
+// dropped. They are accurate to about 0.13 s. Fragment is limited to 2-30 s (RFC 6146, section
+// 3.4).
 type Timeouts struct {
 	UDP            time.Duration // RFC 4787, REQ-5
 	TCPEstablished time.Duration // RFC 5382, REQ-5
@@ -42,7 +43,7 @@ const (
 	defaultMaxFlows         = 1 << 20
 	defaultMaxFragmentSets  = 256
 	defaultMaxFragmentBytes = 1 << 20
-	// A pod's largest datagram has 138 fragments if it is cut for a peer with the smallest MTU.
+	// Enough for the largest datagram, 65,535 octets, in fragments of 256 octets of data.
 	defaultMaxFragmentsPerSet = 256
 	defaultMaxErrorsPerSecond = 1000
 
@@ -126,9 +127,9 @@ type Engine struct {
 	self      [2]addr // the in-process endpoint by family; zero for none
 	router    [2]addr // the gateway's kernel by family; zero for none
 	seed      maphash.Seed
-	total     atomic.Int64  // flows of all peers, including those about to be opened
+	total     atomic.Int64  // flows of all peers, including those that are being opened
 	share     atomic.Int64  // each peer's equal share of MaxFlows
-	yielded   atomic.Uint32 // index of the peer that last yielded a flow to another
+	yielded   atomic.Uint32 // index of the peer whose flow was last evicted in favour of another peer
 	swept     atomic.Uint32
 	events    flowEvents
 	sweeping  sync.Mutex // held during a sweep
@@ -231,8 +232,8 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	}
 }
 
-// publish puts table into force and ends the peers in removed. rules are the rules that the old
-// table does not have, and fresh are the peers that it does not have.
+// publish puts table into force and ends the peers in removed. rules are the rules that are not in
+// the old table, and fresh are the peers that are not in it.
 func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, removed []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
@@ -247,9 +248,9 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, re
 	for _, r := range rules {
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
-	// Every PeerState gets its new rule before the table is published. So a packet that still
-	// uses the old table cannot open a flow that the new table forbids. Existing flows end
-	// last, because that takes long when there are many.
+	// Every PeerState gets its new rule before the table is published. So a packet that still uses
+	// the old table cannot open a flow that the new table forbids. Existing flows end last, because
+	// ending many flows takes long.
 	var differ []*PeerState
 	for _, id := range removed {
 		if p := e.peers[id]; p != nil {
@@ -308,8 +309,8 @@ func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
 // SweepInSteps is Sweep in steps of about 50 microseconds. After each step it calls pause, without
-// holding a lock. A pause that sleeps lets packets on the same processor pass before all flows,
-// perhaps a million, are examined.
+// holding a lock. If pause sleeps, packets on the same processor pass in the meantime. Otherwise
+// they might wait until a million flows are examined.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

@@ -62,7 +62,7 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 		{"peer c: remote network 10.71.128.0/17 overlaps 10.71.0.0/16 of peer b", func(b, c *Peer) { c.RemotePods = pfxs("10.71.128.0/17") }},
 		{"peer b: remote network 10.71.0.0/16 overlaps", func(b, c *Peer) { b.RemoteExternal = b.RemotePods }},
 		{"peer b: pods: 10.244.0.0/16 -> 10.246.0.0/17 has masks of different length", func(b, c *Peer) { b.Pods[0].To = pfx("10.246.0.0/17") }},
-		{"peer b: pods: 10.244.0.0/16 -> fd00::/16 is not of one family", func(b, c *Peer) { b.Pods[0].To = pfx("fd00::/16") }},
+		{"peer b: pods: 10.244.0.0/16 -> fd00::/16 mixes address families", func(b, c *Peer) { b.Pods[0].To = pfx("fd00::/16") }},
 		{"peer b: pods: 10.250.0.0/16 -> 10.251.0.0/16 is the second remap of its address family", func(b, c *Peer) {
 			b.Pods = append(b.Pods, Remap{pfx("10.250.0.0/16"), pfx("10.251.0.0/16")})
 		}},
@@ -77,8 +77,8 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 		{"peer b: endpoint 10.99.0.9 -> 192.168.7.7: 10.99.0.9 is not in the external networks", func(b, c *Peer) { b.Endpoints[1].Seen = ip("10.99.0.9") }},
 		{"169.254.169.254 is not an address that a peer may reach", func(b, c *Peer) { b.Endpoints[1].Real = ip("169.254.169.254") }},
 		{"127.0.0.1 is not an address that a peer may reach", func(b, c *Peer) { b.Endpoints[1].Real = ip("127.0.0.1") }},
-		{"not of one family", func(b, c *Peer) { b.Endpoints[1].Real = ip("fd00::1") }},
-		{"without address", func(b, c *Peer) { b.Endpoints[1].Real = netip.Addr{} }},
+		{"mixes address families", func(b, c *Peer) { b.Endpoints[1].Real = ip("fd00::1") }},
+		{"an address is missing", func(b, c *Peer) { b.Endpoints[1].Real = netip.Addr{} }},
 		{"peer b: appears twice", func(b, c *Peer) { c.ID = "b" }},
 		{"peer without ID", func(b, c *Peer) { c.ID = "" }},
 		{"peer b: MSS 20 is too small", func(b, c *Peer) { b.MSS = 20 }},

@@ -46,9 +46,9 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 }
 
 // InboundFrom is Inbound for a packet that was decrypted with the key of peer p. If the source is
-// not an address of p, it drops the packet as DropSource. One rule table decides about both source
-// and destination. So when a change moves a range from one peer to another, no packet sees half of
-// that change.
+// not an address of p, it drops the packet as DropSource. Source and destination are looked up in
+// the same rule table. So even while a change moves a range from one peer to another, each packet
+// is handled by either the old or the new rules.
 //
 // A fragment is held until its datagram is complete. Then v becomes the datagram, in memory
 // that the caller owns, and is forwarded. An IPv6 datagram larger than 1,280 octets leaves in
@@ -143,7 +143,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 }
 
 // map6 is a 1:1 map of IPv6 for the fast path. noMap6 matches no address, because its mask is 0 and
-// its from is 1. It is the map of rules that need the general path.
+// its from is 1. Rules that need the general path have noMap6.
 type map6 struct{ mask, from, to addr }
 
 var noMap6 = map6{from: addr{lo: 1}}
@@ -155,14 +155,14 @@ func (m *map6) maps(a addr) bool {
 }
 
 // forwardKnown handles a whole TCP or UDP packet of an existing flow. It checks no rule, because a
-// change of the rules ends the flows that they no longer permit. It handles neither fragments nor
-// rules that must check each address (guarded).
+// change of the rules ends the flows that the new rules do not permit. It handles neither fragments
+// nor rules that must check each address (guarded).
 func (e *Engine) forwardKnown(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
 	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false
 	}
-	// k and f are filled in place, because copying a struct right after storing its words stalls
-	// until these have left the store buffer. That takes longer than a hash.
+	// k and f are filled in place, because copying a struct right after its words were stored
+	// stalls the processor for longer than a hash takes.
 	var k key
 	nearPort, farPort := v.SrcPort(), v.DstPort()
 	if dir == Outbound {

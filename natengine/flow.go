@@ -24,7 +24,7 @@ func (t tick) since(earlier tick) int32 { return int32(t - earlier) }
 
 func duration(ticks int32) time.Duration { return time.Duration(ticks) << tickShift }
 
-// flowKind says which side opened a flow, and to which kind of address.
+// flowKind distinguishes flows by the side that opened them.
 type flowKind uint8
 
 const (
@@ -40,14 +40,14 @@ const (
 // In direction dir, a packet matches the flow by entry.near[dir], and entry.near[1-dir] replaces
 // that address. So the code is the same for both directions.
 //
-// An entry is one cache line. Writers hold the table's mutex and make seq odd while they write.
-// Readers take no lock. The state bits and seen are exceptions: each packet of the flow may update
-// them without the mutex.
+// An entry is one cache line. Readers take no lock. Writers hold the table's mutex and make seq odd
+// while they write. There is one exception: each packet of the flow may update the state bits in
+// word, and the field seen, without the mutex.
 type entry struct {
 	near   [directions][2]atomic.Uint64 // local address, mapped address
 	remote [2]atomic.Uint64
 	word   atomic.Uint64
-	seq    atomic.Uint32 // odd while the entry is written
+	seq    atomic.Uint32 // sequence lock: odd while a writer changes the entry
 	seen   atomic.Uint32 // tick of the last packet that refreshed the flow
 }
 
@@ -131,10 +131,9 @@ func newHashKeys() (keys hashKeys) {
 	return keys
 }
 
-// hash mixes by multiplications. Both factors of each depend on secret keys. This is the
-// construction of wyhash, which Go's own maps use on processors without AES instructions. Without
-// the keys nobody can choose tuples that collide. It is faster than maphash because all values stay
-// in registers.
+// hash multiplies words as wyhash does, which Go's own maps use on processors without AES
+// instructions. Both factors of each product depend on secret keys, so nobody without the keys can
+// choose tuples that collide. hash is faster than maphash because all values stay in registers.
 func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
 	near := mix(nearHi^keys[0], nearLo^keys[1])
 	remote := mix(remoteHi^keys[2], remoteLo^keys[3])

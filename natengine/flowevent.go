@@ -63,10 +63,10 @@ type observer struct {
 	others atomic.Uint64 // number of events that belong to no flow of the table
 }
 
-// Observe makes the engine call f for one of every n flows, from now on. A nil f ends the calls. If
-// the engine reports the opening of a flow, it also reports the closing. f is called on the packet
-// path with locks held, so it must neither block nor call the engine. A packet of a known flow, or
-// of a pod that is mapped 1:1, costs no more than without an observer.
+// From now on, the engine calls f with the events of one of every n flows. A nil f ends the calls.
+// If the engine has reported the opening of a flow, it also reports the closing. f is called on the
+// packet path with locks held, so it must neither block nor call the engine. A packet of a known
+// flow, or of a pod that is mapped 1:1, costs no more than without an observer.
 func (e *Engine) Observe(f func(FlowEvent), n int) {
 	if f == nil {
 		e.events.observer.Store(nil)

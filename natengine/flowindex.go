@@ -28,16 +28,17 @@ type filling struct {
 
 // slots is an array of (low 32 bits of the hash) << 32 | (index of the entry + 1). A search ends at
 // an empty slot, 0, but continues after a tombstone. A flow never moves to another slot of the
-// array, so a search without lock cannot miss it. All accesses are atomic, with two exceptions:
-// reads by the holder of mu, and accesses to an array that is not yet published. A plain store
-// takes a tenth of the time of an atomic one, and most stores are copies into arrays that are not
-// yet published.
+// array, so a search without the lock cannot miss the flow. All accesses are atomic, with two
+// exceptions: reads by the holder of mu, and accesses to an array that is not yet published. A
+// plain store takes a tenth of the time of an atomic one, and most stores are copies into arrays
+// that are not yet published.
 type slots struct{ list []uint64 }
 
 const tombstone = 1 << 32
 
-// home returns the slot at which the search for a tag begins. nextSlot returns the slot after a
-// slot. Higher tags have higher slots, so an array can be copied into a larger one sequentially.
+// A tag is the low 32 bits of a hash. home returns the slot at which the search for a tag begins.
+// nextSlot returns the slot after a slot. Higher tags have higher slots, so an array can be copied
+// into a larger one sequentially.
 func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
 
 func (s *slots) nextSlot(at uint) uint {
@@ -73,8 +74,8 @@ func (x *index) insert(h uint64, i uint32) {
 }
 
 // room returns the slots of a shard, with room for one more entry and at most three quarters
-// filled. If necessary, it copies them into a new array. The new array is larger, unless dropping
-// the tombstones makes enough room. Sizes are 2^n and 3*2^n.
+// filled. If necessary, it copies them into a new array. The new array is larger, unless it has
+// enough room without the tombstones. Sizes are 2^n and 3*2^n.
 func (x *index) room(shard uint64) *slots {
 	old, fill := x.slots[shard].Load(), &x.filling[shard]
 	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {

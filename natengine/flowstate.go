@@ -2,8 +2,8 @@ package natengine
 
 import "github.com/isthmus-net/isthmus/packet"
 
-// State bits of a flow. A TCP segment sets the bit of its direction only if it has an ACK, so both
-// bits mean an established connection. A packet of another protocol always sets that bit.
+// State bits of a flow. A packet sets stateSeenOut or stateSeenIn, by its direction. A TCP segment
+// does so only if it has an ACK, so both bits mean an established connection.
 const (
 	stateLive     = 1 << iota // the entry is in use
 	stateEndpoint             // the kind is endpointFlow, otherwise naptFlow
@@ -40,7 +40,7 @@ func nextWord(word uint64, dir Direction, v *packet.View) uint64 {
 	case flags&packet.TCPRst != 0:
 		return word | stateRst
 	case flags&packet.TCPSyn != 0 && flags&packet.TCPAck == 0 && halfOpen(word):
-		return word &^ stateTCP // a new connection, or one reopened after a close: the TCP state starts anew
+		return word &^ stateTCP // a new connection, or one that is opened again after a close
 	}
 	word &^= stateRst
 	if flags&packet.TCPAck != 0 {
@@ -74,11 +74,11 @@ func (l *lifetimes) of(word uint64) int32 {
 }
 
 // touch updates a flow's state and the time of its last packet. Packets of both directions refresh
-// the flow. RFC 4787, REQ-6 demands this outbound and allows it inbound. Inbound it is safe,
-// because only packets of an authenticated peer match the exact tuple. Linux conntrack, which
-// Liqo's gateways use, also refreshes a flow by packets of both directions. A RST does not refresh
-// a flow (RFC 7857, section 2), with one exception: a RST in an established connection starts the
-// transitory timeout (RFC 6146, section 3.5.2.2).
+// the flow. RFC 4787, REQ-6 requires that outbound packets refresh a flow, and allows it for
+// inbound packets. For inbound packets it is safe, because only those of an authenticated peer
+// match the tuple. Linux conntrack, which Liqo's gateways use, also refreshes a flow by packets of
+// both directions. A RST does not refresh a flow (RFC 7857, section 2), with one exception: a RST
+// in an established connection starts the transitory timeout (RFC 6146, section 3.5.2.2).
 func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
@@ -88,11 +88,11 @@ func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 			break
 		}
 		if m.entry.word.CompareAndSwap(word, next) {
-			t.changed(m.index) // the timeout may be shorter now, and halfOpen may have changed
+			t.changed(m.index) // the timeout may be shorter now, and the flow may have become half-open
 			break
 		}
 		if word = m.entry.word.Load(); (word^m.word)&^0xff != 0 || word&stateLive == 0 {
-			return // the flow has ended in the meantime
+			return // another goroutine has ended the flow
 		}
 	}
 	if refresh && now.since(tick(m.seen.Load())) > 0 {

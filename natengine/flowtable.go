@@ -7,9 +7,9 @@ import (
 	"unsafe"
 )
 
-// flowTable holds the flows of one peer. Writers hold mu. Readers take no lock, because nothing
-// that they follow moves: an index replaces its arrays as a whole and never moves a slot, and a
-// chunk of entries stays at its address.
+// flowTable holds the flows of one peer. Writers hold mu. Readers take no lock: an index never
+// moves a slot within an array and replaces an array as a whole, and a chunk of entries stays at
+// its address.
 type flowTable struct {
 	keys   hashKeys
 	total  *atomic.Int64 // flows of all peers
@@ -23,7 +23,7 @@ type flowTable struct {
 	mu      sync.Mutex
 	live    atomic.Int64         // entries in use; changed under mu
 	used    uint32               // number of entries that were ever in use
-	free    uint32               // first unused entry that was in use before, as index + 1; linked by side.links
+	free    uint32               // head of the list of entries that were used before, as index + 1; linked by side.links
 	waiting [waitingQueues]queue // half-open flows of the peer
 	entered uint32               // number of flows that have entered a queue; wraps
 	hosts   [2]hostTable         // by flowKind: our hosts with NAPT flows, the peer's with endpoint flows
@@ -158,14 +158,14 @@ func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 	return keys.hash(near[0].Load(), near[1].Load(), e.remote[0].Load(), e.remote[1].Load(), word)
 }
 
-// insert adds a flow, neither of whose tuples may be in the table. The caller must already have
-// counted the flow: in its host, in its port at the NAPT address, and in total. The caller holds
+// insert adds a flow. Neither of its tuples may be in the table. The caller must already have
+// counted the flow for its host, for its port at the NAPT address, and in total. The caller holds
 // mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
 	i, fresh := t.allocate()
 	e := t.entry(i)
 	word |= stateQueued // set here, because enqueue would need a further atomic exchange
-	if !fresh {         // no reader knows a fresh entry
+	if !fresh {         // no reader can find a fresh entry
 		e.seq.Add(1)
 	}
 	set(&e.near[Outbound], local)
@@ -214,8 +214,8 @@ func (t *flowTable) allocate() (i uint32, fresh bool) {
 	return i, true
 }
 
-// addChunk makes room for another 256 entries. Readers may keep the old slice header, because
-// the elements that it shows never change.
+// addChunk makes room for another 256 entries. Readers may keep the old slice header, because its
+// elements never change.
 func (t *flowTable) addChunk() {
 	var slab []chunk
 	if p := t.slab.Load(); p != nil {

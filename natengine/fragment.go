@@ -20,10 +20,10 @@ import (
 //
 // Later fragments have no ports. A 1:1 map needs no ports and translates each fragment as it
 // arrives. Where no 1:1 map applies, the decision about the first fragment applies to the whole
-// datagram. The engine stores it until all octets of the datagram have passed. Later fragments that
-// arrive before the first one are copied and held. Outbound fragments are not reassembled, because
-// the receiver does that. Against a flood of them by our pods, the peer's gateway has its own
-// bounds.
+// datagram. The engine stores this decision until all octets of the datagram have passed. Later
+// fragments that arrive before the first one are copied and held. Outbound fragments are not
+// reassembled, because the receiver does that. The peer's gateway has bounds of its own against
+// floods of fragments from our pods.
 //
 // # Both directions
 //
@@ -32,23 +32,24 @@ import (
 // reassembly (net/ipv4/inet_fragment.c):
 //
 //	a fragment whose octets have all arrived     is a duplicate and is dropped
-//	a fragment that overlaps others in part,     ends the datagram: its held and later fragments,
-//	  ends the datagram at another offset, or      and this one, are dropped until its entry
-//	  is a second, different first fragment        expires (RFC 5722, section 4)
+//	a fragment that overlaps others in part,     invalidates the datagram: this fragment, the held
+//	  contradicts the known end, or is a           fragments and all later ones are dropped until
+//	  second, different first fragment             the entry expires (RFC 5722, section 4)
 //
 // A datagram may reuse an identification while fragments of an earlier datagram are missing. The
 // engine then drops the new datagram, so that it is not mixed with the earlier one (RFC 4963). Two
 // of our hosts behind the NAPT address may also use the same identification, which the engine does
 // not rewrite. The earlier datagram then passes, and the later one is dropped. Outbound fragments
-// under a 1:1 map are not compared: the map needs no port, and the receiver reassembles them.
+// under a 1:1 map are not compared with each other: the map needs no port, and the receiver
+// reassembles the datagram.
 
 // fragmentStore holds the incomplete datagrams of one peer and direction. Config sets bounds on
 // datagrams, octets and fragments. At the bound on datagrams or octets, the oldest datagram is
 // evicted, and DropFragmentStoreFull counts each of its held fragments. Refusing new datagrams
 // instead would let a flood of incomplete ones block the store. Eviction does little harm, because
 // a datagram without lost fragments needs its entry only for milliseconds. One source may use a
-// quarter of the store. Beyond that, its own oldest datagram is evicted, so that a flood of one
-// host does not displace the datagrams of other hosts.
+// quarter of the store. Beyond that, the oldest datagram of the same source is evicted, so that a
+// flood from one host does not displace the datagrams of other hosts.
 type fragmentStore struct {
 	mu         sync.Mutex
 	rule       *rule                        // outbound: the rule under which the stored decisions were made
@@ -59,7 +60,7 @@ type fragmentStore struct {
 	bytes      int
 	countDrops func(d Drop, n int) // counts held fragments that are dropped
 
-	// Entries for reuse. With them a datagram whose fragments arrive in order allocates nothing.
+	// Entries for reuse, so that a datagram whose fragments arrive in order allocates nothing.
 	idleSets  []*fragmentSet
 	idleHosts []*fragmentHost
 }
@@ -82,8 +83,8 @@ type fragmentHost struct {
 	bytes int
 }
 
-// fragmentList is a list of datagrams, oldest first. Each datagram is in two lists, ofAll and
-// ofHost; kind says which of the two this list is.
+// fragmentList is a list of datagrams, oldest first. Each datagram is in two lists: one of all
+// datagrams (ofAll) and one of its source (ofHost).
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }
@@ -255,7 +256,7 @@ func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 			c.e.forward(&w, c.r, c.dir, to, samePort)
 		}
 	}
-	released := held // this copy moves to the heap; held stays on the stack for all first fragments
+	released := held // only this copy escapes to the heap; &held would allocate held for every first fragment
 	return &released, DropNone
 }
 

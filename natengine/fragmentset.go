@@ -43,8 +43,8 @@ func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	return false
 }
 
-// firstOctets returns the first octets after the IP header. They distinguish the first
-// fragments of two datagrams.
+// firstOctets returns the first octets after the IP header. If they differ, two first fragments
+// belong to different datagrams.
 func firstOctets(v *packet.View) uint64 {
 	var b [8]byte
 	copy(b[:], v.Bytes()[v.TransportOffset():])
@@ -74,7 +74,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 	end := off + v.FragmentLen()
 	f := fitting{span: span{uint16(off / 8), uint16((end + 7) / 8)}, end: end, last: !more}
 	if set.drop == DropFragment {
-		f.kind = duplicate // its datagram was dropped
+		f.kind = duplicate // treated as a duplicate, because its datagram was dropped
 		return f
 	}
 	if f.index, f.kind = set.place(f.span); set.contradicts(v, end, more) {
@@ -83,7 +83,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 	return f
 }
 
-// enter records the arrival of v, which must be fresh.
+// enter records the arrival of v, whose placement must be fresh.
 func (set *fragmentSet) enter(v *packet.View, f fitting) {
 	set.cover(f.index, f.span)
 	if f.from == 0 {
@@ -129,7 +129,7 @@ func (set *fragmentSet) place(part span) (index int, kind placement) {
 	return index, contradiction
 }
 
-// cover records the arrival of part, for which place returned index and fresh.
+// cover records the arrival of part, for which place has returned index and the placement fresh.
 func (set *fragmentSet) cover(index int, part span) {
 	left := index > 0 && set.seen[index-1].to == part.from
 	right := index < len(set.seen) && set.seen[index].from == part.to

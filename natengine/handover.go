@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// A Flow is a copy of one peer's flow, which another engine can adopt. It is comparable. Both
-// engines must be of the same version.
+// A Flow is a copy of a flow. Another engine of the same version can adopt it (Engine.Adopt). A
+// Flow is comparable.
 type Flow struct {
 	local, mapped, remote addr
 	word                  uint64 // as entry.word, but with no state bits other than stateOfFlow
@@ -19,8 +19,8 @@ const FlowSize = 56
 // stateOfFlow are the state bits that a Flow keeps.
 const stateOfFlow = stateEndpoint | stateTCP
 
-// Identity returns f without its state bits, and these bits. Two Flows with the same identity are
-// copies of one flow at different times.
+// Identity returns f without its state bits, and the state bits. Two Flows with the same identity
+// are copies of one flow at different times.
 func (f Flow) Identity() (id Flow, state uint8) {
 	id, state = f, uint8(f.word&stateTCP)
 	id.word &^= stateTCP
@@ -117,9 +117,9 @@ func (t *flowTable) follow(i uint32, ended bool) {
 	}
 }
 
-// EachFlow calls f with every flow. Like a follower, f is called with locks held and in order with
-// the followers' calls. After at most 256 flows, EachFlow calls pause, without holding a lock. It
-// ends when pause returns false.
+// EachFlow calls f with every flow. f is called with locks held. Its calls and the followers' calls
+// for one flow are in order. After at most 256 flows, EachFlow calls pause, without holding a lock.
+// It ends when pause returns false.
 func (e *Engine) EachFlow(f func(peer string, flow Flow), pause func() bool) {
 	for _, p := range e.Peers() {
 		t := &p.flows
@@ -145,10 +145,10 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), pause func() bool) {
 }
 
 // Adopt takes over a flow of another engine, with its state, as if its last packet had just
-// arrived. If it returns DropNone, the engine has the flow; opened is false if it already had the
-// flow before. Any other Drop means that the flow was not adopted: the rules do not permit it,
-// another flow has one of its tuples or its port, or there is no room. Adopt changes and evicts no
-// existing flow.
+// arrived. If it returns DropNone, the engine has the flow; opened is false if the engine had it
+// already. Any other Drop means that the flow was not adopted: the rules do not permit it, another
+// flow has one of its tuples or its port, or there is no room. Adopt changes and evicts no existing
+// flow.
 func (e *Engine) Adopt(peer string, f Flow, now time.Duration) (opened bool, drop Drop) {
 	p := e.Peer(peer)
 	if p == nil {

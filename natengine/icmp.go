@@ -29,8 +29,8 @@ func quote(v *packet.View, q *packet.Quote) Drop {
 	return DropNone
 }
 
-// quoteKey returns the tuple of the quoted packet, as direction dir matches it. ok is false if
-// the quote ends before the ports, without which no flow can be identified.
+// quoteKey returns the key by which packets of direction dir find the flow of the quoted packet. ok
+// is false if the quote ends before the ports, without which no flow can be identified.
 func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
 	var nearPort, remotePort uint16
 	switch class := classOf(q.Proto(), q.Is4()); {
@@ -107,10 +107,11 @@ func (c *translation) inboundError() Verdict {
 }
 
 // outboundError translates an error about a packet that the peer sent. The new outer source
-// identifies the host that reports the error. For a pod, it is the pod's address as the peer sees
-// it. For the end of the flow, it is the address that the peer used. For the gateway itself, it is
-// the address under which the peer checks the gateway. For any other host, it is the NAPT address.
-// None of these addresses needs a flow, and a traceroute can distinguish them.
+// identifies the host that sent the error. If our end of the flow sent it, this is the address that
+// the peer used. If another pod sent it, this is the pod's address as the peer sees it. If the
+// gateway sent it, this is the address of the in-process endpoint as the peer sees it. For any
+// other host it is the NAPT address. None of these addresses needs a flow, and a traceroute can
+// distinguish them.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote

@@ -18,7 +18,7 @@ type path struct {
 
 // MTU returns the size in octets of the largest IP packet that may be sent to the peer. MTU is
 // Peer.MTU of the rules in force, 0 for no bound. The engine does not enforce it, because only the
-// caller knows the size of segments; see TooBig.
+// caller has the size of segments; see TooBig.
 func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.
@@ -54,8 +54,8 @@ func (p *path) allowError(now, interval time.Duration) bool {
 // The action is Forward for an error to send to the link, and Deliver for one to the in-process
 // endpoint. The action is Discard, without an error, in three cases: no error may be sent about
 // this packet (see packet.View.TooBig), Config.MaxErrorsPerSecond is reached, or the sender is
-// unknown, as for a fragment without ports behind the NAPT address. v is not changed, and the
-// caller counts the drop of v.
+// unknown, for example of a fragment without ports behind the NAPT address. v is not changed, and
+// the caller counts the drop of v.
 //
 // TooBig first makes the error that the peer would send about the packet in the tunnel. It then
 // translates that error like any inbound one, so the error opens, refreshes and ends no flow.

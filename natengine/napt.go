@@ -227,12 +227,12 @@ func (c portClass) limit() int {
 	return 1<<16 - 1
 }
 
-// choose picks a free port. Unless random is set, it picks want if that is free. If want is in use,
-// or random is set, choose picks a random port of the same range, 0-1023 or 1024-65535, and if
-// possible of the same parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the
-// well-known range is full, a well-known port gets a user port. A user port never gets a well-known
-// one, because some servers take a well-known source port for that of a privileged process.
-// Identifiers of ICMP queries have neither range nor parity.
+// choose picks a free port. If random is false and the port want is free, the result is want.
+// Otherwise it is a random port of the same range, 0-1023 or 1024-65535, and if possible of the
+// same parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the well-known range
+// is full, a well-known port gets a user port. A user port never gets a well-known one, because
+// some servers trust a well-known source port as that of a privileged process. Identifiers of ICMP
+// queries have neither range nor parity.
 func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
 	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true

@@ -14,7 +14,7 @@ type opening struct {
 	k             *key // of the packet that begins the flow
 	other         addr // address that replaces our end
 	local, mapped addr // our two addresses of the flow
-	owner         addr // the host that the flow counts for
+	owner         addr // the host whose quota counts the flow
 	room          room
 }
 
@@ -50,7 +50,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if current := r.peer.rule; current != r && (current == nil || !current.permits(o.kind, protoOf(o.k.word), o.local, o.mapped, o.far)) {
-		return f, false, DropNoFlow // the rules have just changed
+		return f, false, DropNoFlow // a change of the rules has just forbidden the flow
 	}
 	room := o.room
 	var stale []uint32 // expired flows with a tuple of the new one, which a trace leaves in the table
@@ -59,7 +59,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 			o.tr.known(&f)
 			return f, false, DropNone
 		}
-		room = roomFree // the flow replaces the expired one
+		room = roomFree // the new flow takes the place of the expired one
 		stale = o.expire(&f, stale)
 	}
 	port := o.k.nearPort(o.dir)

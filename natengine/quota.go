@@ -44,8 +44,8 @@ func (t *hostTable) addr(number uint32) addr {
 	return t.flows.entry(t.at(number).head - 1).owner(t.kind)
 }
 
-// owner returns the address of the host that a flow counts for: our end of a NAPT flow, the peer's
-// end of a flow to a mapped endpoint.
+// owner returns the address of the host whose quota counts a flow: our end of a NAPT flow, the
+// peer's end of a flow to a mapped endpoint.
 func (e *entry) owner(kind flowKind) addr {
 	of := &e.near[Outbound]
 	if kind == endpointFlow {
@@ -175,8 +175,8 @@ func (t *hostTable) count() (more bool) {
 	return true
 }
 
-// hostsAtOnce is the number of hosts that count examines while new flows of the peer wait: 30 µs of
-// work.
+// hostsAtOnce is the number of hosts that one call of count examines. New flows of the peer wait
+// during that call, for about 30 µs.
 const hostsAtOnce = 1 << 13
 
 func (t *hostTable) bytes() int {
@@ -249,9 +249,9 @@ func (t *flowTable) longestWaiting(heads *[waitingQueues]uint32) int {
 	return found
 }
 
-// heads returns the flows among which longest chooses. If h is nil, these are the first flows of
-// the peer's queues in set. For a host h, it is only the host's flow that has waited longest. The
-// caller holds mu.
+// heads returns the flows among which longestWaiting chooses. If h is nil, these are the first
+// flows of the peer's queues in set. For a host h, it is only the host's flow that has waited
+// longest. The caller holds mu.
 func (t *flowTable) heads(h *host, set waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {
@@ -428,7 +428,7 @@ const (
 	maxHostQuota = 1 << 14
 )
 
-// room says how a new flow gets an entry.
+// room is the way in which a new flow gets an entry.
 type room uint8
 
 const (

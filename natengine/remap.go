@@ -30,7 +30,7 @@ func (r Remap) check() error {
 	case checkPrefix(r.To) != nil:
 		return checkPrefix(r.To)
 	case r.From.Addr().Is4() != r.To.Addr().Is4():
-		return fmt.Errorf("%v is not of one family", r)
+		return fmt.Errorf("%v mixes address families", r)
 	case r.From.Bits() != r.To.Bits():
 		return fmt.Errorf("%v has masks of different length", r)
 	}

@@ -11,9 +11,9 @@ import (
 
 // remotes6 finds the remote of an IPv6 address. Each of the most common prefix lengths has a hash
 // table with its networks. A lookup in it takes one or two loads, a lookup in a trie takes several.
-// All other networks are in a trie. It stays small, because all clusters together use few prefix
-// lengths, unless a hostile peer mixes many. Remote prefixes never overlap, so no longest-prefix
-// match is needed.
+// All other networks are in a trie. The trie stays small, because all clusters together use few
+// prefix lengths, unless a hostile peer mixes many. Remote prefixes never overlap, so no
+// longest-prefix match is needed.
 type remotes6 struct {
 	lengths []length6
 	rest    *bart.Fast[*remote] // nil when every length has a table
@@ -81,8 +81,8 @@ func newRemotes6(all []remote6) (t remotes6) {
 
 // slot returns the slot with net, or the free slot where net belongs.
 func (l *length6) slot(net addr) *slot6 {
-	// The hash is that of wyhash. It needs two products: with one, consecutive networks could be in
-	// adjacent slots.
+	// The hash is that of wyhash. It needs two products, because after one product consecutive
+	// networks could be in adjacent slots.
 	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo)
 	hi, lo = bits.Mul64(hi^lo^l.seed.hi, 0x9e3779b97f4a7c15)
 	for i := (hi ^ lo) >> l.shift; ; i++ {

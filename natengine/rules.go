@@ -38,8 +38,8 @@ func (p Peer) sameFlows(q Peer) bool {
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints) && p.Gateway == q.Gateway
 }
 
-// ruleTable holds the rules in the form in which packets look them up. It is immutable once it
-// is published; the next table shares the unchanged rules with it.
+// ruleTable holds the rules of all peers in a form for fast lookup. It is immutable once it is
+// published; the next table shares the unchanged rules with it.
 type ruleTable struct {
 	remotes4 remotes4
 	remotes6 remotes6
@@ -70,8 +70,8 @@ type remote struct {
 	_         [48]byte // pads the struct to three cache lines, so that the allocator aligns it to a cache line
 }
 
-// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1. It
-// is the map of rules that need the general path.
+// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1.
+// Rules that need the general path have noMap4.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}
@@ -85,7 +85,7 @@ type rule struct {
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
 	targets   map[addr]struct{} // Endpoint.Real
-	endpoints map[addr]struct{} // each Endpoint.Real in Pods.From; for these addresses flows take precedence over the map, see endReplaced
+	endpoints map[addr]struct{} // each Endpoint.Real in Pods.From; packets of these pods are translated by a flow if there is one, otherwise by the map; see endReplaced
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
 	theirs    addr    // Peer.Gateway; zero if there is none
@@ -106,8 +106,8 @@ type podMap struct {
 	ok       bool
 	from, to prefix
 
-	// single means that the prefix is one address, so the NAPT address is also the pod's. Flows
-	// then take precedence, and the map applies to packets without a flow.
+	// single means that the prefix is one address, which is both the NAPT address and the pod's. A
+	// packet of a flow is then translated by the flow, and any other packet by the map.
 	single bool
 }
 
@@ -219,8 +219,8 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	return t, nil
 }
 
-// owner returns the name of the first network in peers that overlaps p, for an error about p, a
-// network of the last peer.
+// owner returns the name of the first network in peers that overlaps p. The name is for an error
+// about p, which is a network of the last peer.
 func owner(peers []Peer, p netip.Prefix) string {
 	for _, other := range peers {
 		for _, net := range slices.Concat(other.RemotePods, other.RemoteExternal) {
@@ -258,9 +258,9 @@ func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 
 // changedCopy returns a copy of t after a change: it adds or replaces the rules in changed, and
 // leaves out those of the peers in removed. The copy equals the table that compile would build from
-// all peers. Its time depends only on the difference, except for copies of memory and for the IPv6
-// networks. changedCopy returns nil if the caller must compile: on an error, or if remotes4 needs a
-// new table.
+// all peers. The time for this depends only on the size of the change, except for copies of memory
+// and for the IPv6 networks. changedCopy returns nil if the caller must compile: on an error, or if
+// remotes4 needs a new table.
 func (t *ruleTable) changedCopy(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
@@ -374,7 +374,7 @@ func (p Peer) check(self [2]addr) (errs []error) {
 	}
 	if six := func(p netip.Prefix) bool { return p.Addr().Is6() }; p.MTU != 0 && p.MTU < 1280 &&
 		(slices.ContainsFunc(p.RemotePods, six) || slices.ContainsFunc(p.RemoteExternal, six)) {
-		fail("MTU %d: IPv6 wants at least 1280 (RFC 8200, section 5)", p.MTU)
+		fail("MTU %d: want at least 1280 for IPv6 (RFC 8200, section 5)", p.MTU)
 	}
 	at := map[netip.Addr]netip.Addr{}
 	for _, e := range p.Endpoints {
@@ -396,11 +396,11 @@ func (p Peer) check(self [2]addr) (errs []error) {
 func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
 	switch {
 	case !e.Real.IsValid() || !e.Seen.IsValid():
-		return errors.New("without address")
+		return errors.New("an address is missing")
 	case e.Real.Is4() != e.Seen.Is4():
-		return errors.New("not of one family")
+		return errors.New("mixes address families")
 	case e.Real.Zone() != "" || e.Real.Is4In6() || e.Seen.Is4In6():
-		return errors.New("not a plain address")
+		return errors.New("an address has a zone or is IPv4 written as IPv6")
 	case addrOf(e.Real) != self[addrOf(e.Real).family()] && unreachable(addrOf(e.Real), e.Real.Is4()):
 		return fmt.Errorf("%v is not an address that a peer may reach", e.Real)
 	}
@@ -486,8 +486,8 @@ func (t *ruleTable) add6() {
 // addresses.
 func (r *rule) eachNetwork(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
-	general := r.guarded || len(r.endpoints) > 0 // no packet takes the fast path
-	if m := &r.pods[0]; m.ok && !general {       // the only address of a /32 is its network address, which the fast path skips
+	general := r.guarded || len(r.endpoints) > 0 // the fast path must not use a 1:1 map
+	if m := &r.pods[0]; m.ok && !general {       // a /32 needs no check here: its only address is the network address, for which the fast path has no map
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}
 	}

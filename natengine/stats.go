@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Stats is a snapshot for metrics and status. The engine does not read all numbers at the same
-// instant.
+// Stats is a snapshot for metrics and status. The engine reads the numbers one after the other, so
+// they may be inconsistent.
 type Stats struct {
 	Flows, MaxFlows int
 	Bytes           int         // memory of flow tables, NAPT mappings and held fragments

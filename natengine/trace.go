@@ -86,7 +86,7 @@ func (t Trace) String() string {
 // Trace returns the decision that Outbound or Inbound would make about the packet. It works on a
 // copy and always takes the general path. It changes neither the packet nor a flow, a counter or a
 // port. If a new NAPT flow cannot keep its port, the port in After is only an example. v must be a
-// single packet, not the head of a run (packet.Coalescer).
+// single packet, not the View of a packet.Run with several.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before
@@ -191,7 +191,7 @@ func (o *opening) preview(t *flowTable, room room, quota int64, stale []uint32) 
 			if evicts = t.evictable(nil, waitingFor(o.class, o.local.family(), o.k.nearPort(o.dir)), stale); !evicts {
 				return match{}, DropPortsExhausted
 			}
-			port = o.k.nearPort(o.dir) // only an example, because the eviction would free another port
+			port = o.k.nearPort(o.dir) // only an example, because a real packet would get the port that the eviction frees
 		}
 	}
 	if !evicts && (room != roomFree || flows >= quota) && (room == roomElsewhere && flows < quota || !t.evictable(nil, allWaiting, stale)) {

@@ -16,7 +16,7 @@ type translation struct {
 }
 
 // outbound is the general path of a packet to the tunnel. r is the remote of its destination, or
-// nil. If tr is not nil, outbound fills tr and changes nothing else but v, which must be a copy.
+// nil. If tr is not nil, v must be a copy, and outbound changes only tr and v.
 func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := translation{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
 	src := c.near
@@ -51,9 +51,9 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 }
 
 // flowOut finds or opens the flow of an outbound packet and returns its new source. A reply of a
-// mapped endpoint gets the address that the peer used. A pod without a flow gets podSeen, its
-// address by the prefix map. Every other source gets the NAPT address. podSeen is zero if the
-// source is not a pod.
+// mapped endpoint gets the address that the peer used. A pod without a flow gets podSeen, to which
+// the prefix map translates its address. Every other source gets the NAPT address. podSeen is zero
+// if the source is not a pod.
 func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -77,7 +77,7 @@ func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop 
 		return podSeen, samePort, DropNone
 	}
 	if !m.ok {
-		return addr{}, samePort, DropSource // we have no address of this family at the peer
+		return addr{}, samePort, DropSource // the peer reaches no pods of ours in this family, so there is no NAPT address
 	}
 	if c.midConnection() && c.r.rule.isTarget(c.near) {
 		return addr{}, samePort, DropNoFlow // the flow is lost; the client would not accept the NAPT address as the source
@@ -85,7 +85,8 @@ func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop 
 	return c.begin(naptFlow, &k, m.natAddr())
 }
 
-// midConnection reports whether the packet is a TCP segment other than a SYN without ACK.
+// midConnection reports whether the packet is a TCP segment, but not the SYN that opens a
+// connection.
 func (c *translation) midConnection() bool {
 	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
@@ -144,10 +145,9 @@ func (e *Engine) offLimits(a addr, is4 bool) bool {
 	return unreachable(a, is4) || a == e.self[a.family()]
 }
 
-// flowIn finds or opens the flow of an inbound packet and returns its new destination. If pod is
-// not zero, that pod receives packets without a flow. If endpoint is not zero, it is the mapped
-// endpoint. Only the pods of the peer may open a flow to an endpoint (docs/liqo-v0.md, section
-// 7.3).
+// flowIn finds or opens the flow of an inbound packet and returns its new destination. pod and
+// endpoint are the results of reach, or zero. A pod receives packets without a flow. Only the pods
+// of the peer may open a flow to an endpoint (docs/liqo-v0.md, section 7.3).
 func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -169,9 +169,9 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 // endReplaced ends a flow to a mapped address of the pod if the flow's client now uses the pod's
 // own address from the same port. At the pod, packets to either address have the same tuple, so an
 // answer of the pod does not show which of them the client used. Therefore an answer leaves from
-// the address that the client used last. A packet that cannot open a flow ends no flow. Neither
-// does a segment other than a SYN end an established flow, because it is a late segment of an
-// earlier connection.
+// the address that the client used last. Only a packet that may open a flow ends another flow. A
+// TCP segment after the first SYN ends only a half-open flow, because it may be a late segment of
+// an earlier connection.
 func (c *translation) endReplaced(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
@@ -282,7 +282,7 @@ func (c *translation) forward(to addr, port int) Verdict {
 func (c *translation) pass(to addr) Verdict {
 	verdict := c.forward(to, samePort)
 	if c.tr == nil && c.r.mss != 0 && c.v.TCPFlags()&packet.TCPSyn != 0 {
-		c.e.connects(c.v, c.r, c.dir, c.near) // connects clamps the MSS a second time, to the same value
+		c.e.connects(c.v, c.r, c.dir, c.near) // clamps the MSS again, to the same value
 	}
 	return verdict
 }

@@ -77,7 +77,7 @@ const (
 	DropNoPeer      // no peer has the destination (outbound) or the source (inbound)
 	DropPeerDown    // the peer has no WireGuard session
 	DropSource      // outbound: martian source; inbound: source that is not the peer's, or that no peer may have
-	DropDestination // inbound: neither in the PodCIDR as the peer sees it nor a mapped address
+	DropDestination // inbound: neither in our PodCIDR as the peer sees it nor a mapped address
 	DropNoMapping   // inbound: address of the ExternalCIDR that is not mapped for this peer
 	DropNoFlow      // no known flow, and the packet cannot begin one (TCP RST, ICMP reply, packet to the NAPT address)
 
@@ -87,28 +87,28 @@ const (
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
 	DropFlowClash         // another flow already has the tuple
 	DropFragmentStoreFull // fragment bound reached
-	DropFragmentTimeout   // held too long: the rest of the datagram (outbound: its first fragment) did not arrive
+	DropFragmentTimeout   // held until the timeout, because the rest of the datagram (outbound: its first fragment) did not arrive
 	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or reports an ICMP error
-	DropProtocol          // protocol without ports whose remote address another host uses, or ICMPv6 of the link
+	DropProtocol          // protocol without ports that another host already uses with the same remote address, or ICMPv6 that must not leave its link
 
 	// Drops that the gateway counts, before or after the engine.
 	DropVirtioHeader  // the virtio-net header contradicts its packet
 	DropTooBig        // larger than the MTU to its peer and must not be fragmented; see TooBig
 	DropTUNWrite      // the kernel refused the packet
 	DropLocalQueue    // the queue of the in-process endpoint is full
-	DropLocalSource   // to the in-process endpoint, from a host that is not a gateway
+	DropLocalSource   // sent to the address of a gateway, or to the connection check, by a host that is not a gateway
 	DropLocalRate     // inbound: the peer exceeded its limit for the in-process endpoint
 	DropLocalPort     // inbound: the in-process endpoint does not listen on that UDP port
-	DropLocalProtocol // inbound: the in-process endpoint does not speak the protocol or answer the message
+	DropLocalProtocol // inbound: the in-process endpoint does not support the protocol or does not answer the message
 	DropTunnelSend    // outbound: the sealed message could not be sent
-	DropNoMandate     // outbound: this gateway has no mandate to send, because another may be active
+	DropNoMandate     // outbound: this gateway may not send, because another one may be active
 	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
 	DropTunnelReplay  // inbound: the message was received before, or is older than the replay window
 	DropTunnelSession // inbound: the message belongs to no current session; the peer is not known
 
 	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
 	DropTunnelType     // inbound: no known message type, or a handshake of a wrong length; the peer is not known
-	DropTunnelQueue    // outbound: waited for a session until the queue's bound on packets, octets or age
+	DropTunnelQueue    // outbound: waited for a session too long, or newer packets filled the queue
 	DropTunnelSource   // inbound: the source address cannot be a peer's gateway, see fabric.Site; the peer is not known
 	DropHandshakeQueue // inbound: a handshake message over a rate limit, or its queue was full; the peer is not known
 
@@ -144,10 +144,10 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTooBig:            {"too_big", "larger than the MTU to its peer, and must not be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
-	DropLocalSource:       {"local_source", "a host that is not a gateway sent a message of the connection check, or to a gateway's own address"},
+	DropLocalSource:       {"local_source", "a host that is not a gateway sent a message to the connection check or to a gateway's own address"},
 	DropLocalRate:         {"local_rate", "the peer exceeded its rate of packets to the in-process endpoint"},
 	DropLocalPort:         {"local_port", "the in-process endpoint does not listen on this UDP port"},
-	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},
+	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not support this protocol or does not answer this kind of message"},
 	DropTunnelSend:        {"tunnel_send", "the encrypted message could not be sent"},
 	DropNoMandate:         {"no_mandate", "this gateway may not send, because another one may be active"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},

@@ -20,9 +20,9 @@ const (
 	// sender of the packet adds the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL).
 	// Addresses are part of that sum, ports are not.
 	ChecksumPartial
-	// ChecksumAbsent: the packet has no checksum to update. It is a later fragment, UDP without
-	// a checksum (RFC 768, for IPv6 RFC 6935), or of a protocol whose checksum does not cover
-	// addresses (SCTP) or is not known here.
+	// ChecksumAbsent: the packet contains no checksum that a rewrite must update. It is a later
+	// fragment, UDP without a checksum (RFC 768; RFC 6935 for IPv6), or of a protocol that
+	// View.Parse does not examine. One of these is SCTP, whose checksum does not cover addresses.
 	ChecksumAbsent
 )
 
@@ -31,10 +31,10 @@ const (
 // words, and is below 1<<48. An odd last octet is padded with zero.
 func Checksum(b []byte, sum uint64) uint16 { return ^fold(sum + uint64(sum16(b))) }
 
-// sum16 returns the folded ones'-complement sum of b, not inverted. It adds little-endian
-// 64-bit words: in either byte order the sum is the same, except that the octets of the result
-// are swapped (RFC 1071, section 2). Two chains of additions run in parallel, because the
-// latency of the carry bounds a single chain.
+// sum16 returns the folded ones'-complement sum of b, not inverted. It adds little-endian 64-bit
+// words and swaps the octets of the result, which gives the sum of big-endian words (RFC 1071,
+// section 2). Two chains of additions run in parallel, because each addition must wait for the
+// carry of the previous one in its chain.
 func sum16(b []byte) uint16 {
 	var s0, s1, carries, c uint64
 	for len(b) >= 128 {
@@ -102,9 +102,9 @@ func sumHeader4(h []byte) uint16 {
 		uint64(be.Uint32(h[16:20])))
 }
 
-// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. It adds the
-// sum to itself with swapped halves. The upper half of the result is then the sum of both
-// halves, including the carry out of the lower half.
+// fold reduces a sum to 16 bits with end-around carry. The result is 0 only if sum is 0. In each
+// step, fold adds the number to a copy with swapped halves. The upper half of the result is then
+// the sum of both halves, including the carry out of the lower half.
 func fold(sum uint64) uint16 {
 	sum += bits.RotateLeft64(sum, 32)
 	half := uint32(sum >> 32)
@@ -112,25 +112,25 @@ func fold(sum uint64) uint16 {
 	return uint16(half >> 16)
 }
 
-// delta32 and delta16 return the value to add to a sum when a field is replaced: ~m + m' of
-// RFC 1624, equation 3. If the field starts at an odd offset of the summed octets, delta16
-// needs its octets swapped.
+// delta32 and delta16 return the value to add to a sum when a field is replaced: ~m + m' of RFC
+// 1624, equation 3. If the field starts at an odd offset of the summed octets, the octets of both
+// arguments of delta16 must be swapped.
 func delta32(old, new uint32) uint64 { return uint64(^old) + uint64(new) }
 func delta16(old, new uint16) uint64 { return uint64(^old) + uint64(new) }
 
-// delta128 is delta32 for an address of 128 bits. It adds the words with their carries and
-// reduces the sum to 33 bits, so that it can be added to other sums.
+// delta128 is delta32 for an address of 128 bits. It reduces the result to 33 bits, so that adding
+// it to another sum does not overflow.
 func delta128(oldHi, oldLo, newHi, newLo uint64) uint64 {
 	sum, c := bits.Add64(^oldHi, newHi, 0)
 	sum, c = bits.Add64(sum, ^oldLo, c)
 	sum, c = bits.Add64(sum, newLo, c)
-	return sum>>32 + sum&0xffffffff + c // a carry out of 64 bits counts as one, as in fold
+	return sum>>32 + sum&0xffffffff + c // end-around carry, as in fold
 }
 
 // updated applies a delta to a finished checksum (RFC 1624, equation 3).
 func updated(sum uint16, delta uint64) uint16 { return ^fold(uint64(^sum) + delta) }
 
-// pseudoAddrs returns the sum of the addresses b of an IP header: 8 octets for IPv4, 32 for
+// pseudoAddrs returns the sum of b, the two addresses of an IP header: 8 octets for IPv4, 32 for
 // IPv6.
 func pseudoAddrs(b []byte) uint64 {
 	var sum uint64

@@ -8,24 +8,25 @@ import (
 
 // Coalescer joins the packets of one batch into runs, as the kernel's GRO does
 // (net/ipv4/tcp_offload.c, tcp_gro_receive; udp_offload.c; include/net/gro.h). A run is one
-// superpacket. Its packets belong to one flow and differ only in fields that segmentation
-// changes. The packets of a flow keep their order: a packet that cannot join a run closes it.
-// Payload is not copied. The zero value is ready to use. Reset keeps the buffers, so a used
-// Coalescer does not allocate. A Coalescer must not be used concurrently.
+// superpacket. Its packets belong to one flow and differ only in fields that segmentation changes.
+// The packets of a flow keep their order: a packet that cannot join the open run of its flow closes
+// that run. A Coalescer does not copy payload. The zero value is ready to use. Reset keeps the
+// internal buffers for the next batch, so that it need not allocate them again. A Coalescer must
+// not be used concurrently.
 type Coalescer struct {
 	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch, and only
 	// for a TUN that accepts UDP superpackets.
 	UDP bool
 
 	runs   []Run
-	joined []joined // segments other than the first of a run, in order of arrival
+	joined []joined // second and later packets of all runs, in order of arrival
 	tails  [][]byte
-	sealed int // number of finished runs, which come first in runs
+	sealed int // number of runs that Runs has finished: the first elements of runs
 
-	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because every packet is compared with all of them
+	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because each packet is compared with all tags
 	open  [maxOpen]openRun
 	opens int
-	evict int // index of the run to close next when maxOpen runs are open
+	evict int // index in open of the run to close next when maxOpen runs are open
 }
 
 // Run is one superpacket or, with Segments == 1, one packet. To write it to the TUN, pass Header,
@@ -49,8 +50,8 @@ type joined struct {
 	run  int
 }
 
-// openRun is a run to which packets may still be added. The fields not listed here are in its
-// View.
+// openRun is a run to which packets may still be added. Its other fields are in the View of the
+// Run.
 type openRun struct {
 	run      int
 	seq      uint32 // TCP sequence number of the next packet
@@ -58,8 +59,7 @@ type openRun struct {
 	verified bool   // the checksums of the first packet have been verified
 }
 
-// maxOpen is the maximum number of open runs. If a batch has more flows, a new run closes an
-// older one.
+// maxOpen is the maximum number of open runs. When a further run begins, an older run is closed.
 const maxOpen = 64
 
 // Limits on the segments of a run: writev accepts 1024 buffers, and the kernel refuses a UDP
@@ -79,12 +79,12 @@ func (c *Coalescer) Reset() {
 	c.sealed, c.opens, c.evict = 0, 0, 0
 }
 
-// Add adds one decrypted packet, whole and with complete checksums. It borrows b until Reset,
-// and changes the headers of the first packet of a run in place. A packet that cannot join
-// another becomes a run by itself. Add verifies the checksums of packets before it joins them,
-// because the superpacket gets a new one. A packet with a wrong checksum stays alone and
-// unchanged, so that its receiver drops it. If View.Parse fails, Add returns its error and
-// does not add the packet.
+// Add adds one decrypted packet, whole and with complete checksums. It borrows b until Reset, and
+// changes the headers of the first packet of a run in place. A packet that cannot join another
+// becomes a run by itself. Add verifies the checksums of packets before it joins them, because the
+// superpacket gets a new checksum. A packet with a wrong checksum stays alone and unchanged, so
+// that its receiver drops it. If View.Parse fails, Add returns its error and does not add the
+// packet.
 func (c *Coalescer) Add(b []byte) error {
 	n := len(c.runs)
 	c.runs = append(c.runs, Run{})
@@ -121,9 +121,9 @@ func (c *Coalescer) Add(b []byte) error {
 	return nil
 }
 
-// joinable reports whether a packet may be part of a run. It must have data, and must not be a
-// fragment or have IP options or extension headers. TCP must have ACK and no other flags than
-// PSH and ECE. UDP must have a checksum and no surplus area.
+// joinable reports whether a packet may be part of a run. The packet must have data. It must not be
+// a fragment, and must not have IP options or extension headers. TCP must have ACK and no other
+// flags than PSH and ECE. UDP must have a checksum and no surplus area (RFC 9868).
 func joinable(v *View) bool {
 	plain := v.transport == ipv6Len
 	if v.is4 {

@@ -57,10 +57,10 @@ func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
 	return size, size <= len(e) && (kind != authentication || size >= authenticationLen)
 }
 
-// extensions parses the extension headers. It sets v.proto and v.transport to the upper-layer
-// header, or to the data of a later fragment. The proto of a later fragment comes from the
-// fragment header. It need not be the upper-layer protocol, because reassembly uses only
-// source, destination and identification (RFC 8200, section 4.5).
+// extensions parses the extension headers. It sets v.proto to the upper-layer protocol and
+// v.transport to the offset of its header. In a later fragment, v.transport is the offset of the
+// data, and v.proto is the next header of the fragment header. That value may be wrong, because
+// receivers ignore it (RFC 8200, section 4.5).
 func (v *View) extensions() Error {
 	seen := false // whether there was a fragment header
 	at := ipv6Len

@@ -2,13 +2,13 @@ package packet
 
 import "slices"
 
-// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets
-// that Parse accepts, with the same family, source, destination and identification. The result
-// is new memory, and the fragments stay unchanged. The result has the header of the first
-// fragment (RFC 791, section 3.2; RFC 8200, section 4.5), in IPv6 without the fragment header.
-// In IPv4 DF is cleared, because a fragmented datagram may be fragmented again. Join returns
-// ErrJoin if the fragments leave a gap, overlap, exceed the length field, or mix senders with
-// and without ECN.
+// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets that
+// Parse accepts, with the same family, source, destination and identification. The result is new
+// memory, and the fragments stay unchanged. The result has the header of the first fragment (RFC
+// 791, section 3.2; RFC 8200, section 4.5), in IPv6 without the fragment header. In IPv4 DF is
+// cleared, because a fragmented datagram may be fragmented again. Join returns ErrJoin if the
+// fragments leave a gap or overlap, if the datagram exceeds the length field, or if some fragments
+// use ECN and others do not.
 //
 // ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3: a
 // congestion mark on one fragment marks the datagram.
@@ -48,7 +48,7 @@ func Join(fragments [][]byte) ([]byte, error) {
 		be.PutUint16(whole[6:8], 0)
 	} else {
 		be.PutUint16(whole[4:6], uint16(length-ipv6Len))
-		whole[kindAt] = first.b[header] // the next header of the fragment header
+		whole[kindAt] = first.b[header] // the Next Header field of the fragment header
 	}
 	if marks&(1<<congestion) != 0 {
 		setCongestion(whole)
@@ -68,8 +68,8 @@ type part struct {
 }
 
 // headerOfDatagram returns the length of the headers before the fragmented part, without the
-// fragment header of IPv6. For IPv6 it also returns the offset of the field that names the fragment
-// header.
+// fragment header of IPv6. For IPv6 it also returns the offset of the Next Header field that names
+// the fragment header.
 func (v *View) headerOfDatagram() (length, kindAt int) {
 	if v.is4 {
 		return int(v.transport), 0
@@ -102,8 +102,8 @@ func setCongestion(b []byte) {
 	}
 }
 
-// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers,
-// so long headers with small payloads would multiply the size of a packet.
+// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers, so
+// small payloads after long headers would multiply the number of octets to send.
 const minCut = 512
 
 // Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification
@@ -148,9 +148,9 @@ func (v *View) Split6(mtu int, id uint32) [][]byte {
 
 const fragmentHeaderLen = 8
 
-// unfragmentable returns the length of the part that each fragment repeats, and the offset of the
-// field that names the next header. The part ends with a routing header, or else with a hop-by-hop
-// header.
+// unfragmentable returns the length of the headers that each fragment repeats, and the offset of
+// the Next Header field of the last one. These are the IPv6 header and the extension headers up to
+// the routing header or, without one, the hop-by-hop header (RFC 8200, section 4.5).
 func (v *View) unfragmentable() (length, kindAt int) {
 	length, kindAt = ipv6Len, 6
 	for at, field := ipv6Len, 6; isExtension(v.b[field]); {

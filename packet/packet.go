@@ -4,14 +4,14 @@
 // library.
 //
 //	out:  TUN ─► VirtioHeader.Decode ─► View.Parse ─► VirtioHeader.Validate ─► (NAT) ─► Segmenter ─► WireGuard
-//	in:   WireGuard ─► Coalescer.Add ─► Coalescer.Runs ─► (NAT, once a run) ─► Run.Header, View, Tail ─► TUN
+//	in:   WireGuard ─► Coalescer.Add ─► Coalescer.Runs ─► (NAT, once per run) ─► Run.Header, View, Tail ─► TUN
 //
 // Parse proves every length once; later code indexes without checking again. A View borrows the
 // bytes that it parses and never copies them. Join, Split and Split6 return new memory. The
 // other functions do not allocate once their scratch memory is large enough.
 package packet
 
-// Protocol numbers (IANA) that this package knows by name.
+// Protocol numbers (IANA).
 const (
 	ICMP    uint8 = 1
 	TCP     uint8 = 6

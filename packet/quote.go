@@ -3,13 +3,13 @@ package packet
 import "net/netip"
 
 // Quote is the packet that an ICMP error quotes, rewritten in place. Each setter updates three
-// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header,
-// that of the quoted transport header, and that of the error itself. The transport checksum is
-// updated if the quote contains all of it and the protocol is TCP, UDP (unless the checksum is
-// 0), UDP-Lite, DCCP or ICMP. Half a checksum is left unchanged, because the missing half
-// would determine the carry. Linux differs in one case: it leaves the checksum unchanged if
-// the quote ends within the TCP header. Octets after the quote, such as RFC 4884 extensions,
-// never change.
+// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header, that of
+// the quoted transport header, and that of the error itself. The transport checksum is updated if
+// the quote contains all of it and the protocol is TCP, UDP (unless the checksum is 0), UDP-Lite,
+// DCCP or ICMP. If the quote contains only the first octet of the checksum, that octet is left
+// unchanged, because its new value depends on the missing octet. Linux differs in one case: it
+// leaves the checksum unchanged if the quote ends within the TCP header. Octets after the quote,
+// such as RFC 4884 extensions, never change.
 //
 // A Quote borrows the bytes of its View and is valid until the next Parse. It must not be used
 // concurrently.
@@ -47,14 +47,14 @@ func (v *View) Quote(q *Quote) error {
 	return q.parse6()
 }
 
-// minExtended is the minimum length of the original datagram field if extensions follow (RFC
-// 4884, section 3). A smaller length is ignored, because some older senders did not set the
-// octet to zero.
+// minExtended is the minimum length of the original datagram field if extensions follow (RFC 4884,
+// section 3). A smaller length is ignored, because senders older than RFC 4884 may not have set the
+// length octet to zero.
 const minExtended = 128
 
-// extent returns the offset of the end of the original datagram field. If extensions follow,
-// RFC 4884 defines a length for this field, in 32-bit words for IPv4 and 64-bit words for
-// IPv6. Only some ICMP types have that length.
+// extent returns the offset of the end of the original datagram field. If extensions follow, RFC
+// 4884 defines a length for this field, in 32-bit words for IPv4 and 64-bit words for IPv6. Only
+// some ICMP types have the length field.
 func (q *Quote) extent() int {
 	size := 0
 	switch kind := q.b[0]; {

@@ -96,8 +96,8 @@ func (v *View) addressChanged(delta uint64) {
 		}
 		be.PutUint16(field, sum)
 		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
-			// The message is all zeros. Without a pseudo-header that can only be an echo reply. Its
-			// checksum is 0xffff. Only here does RFC 1624, equation 3 yield 0 instead.
+			// All octets of the message are zero, so it is an ICMPv4 echo reply. Its checksum must
+			// be 0xffff, but RFC 1624, equation 3 yields 0.
 			be.PutUint16(field, 0xffff)
 		}
 	}
@@ -139,10 +139,10 @@ func (v *View) setWord(at int, new uint16) {
 	v.contentChanged(delta)
 }
 
-// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything.
-// It never raises or adds an option: a SYN without the option means 536 (RFC 9293, section
-// 3.7.1). If there are several MSS options, it lowers all of them, because receivers use the
-// last. A malformed option ends the search. An mss of 0 means no limit.
+// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything. It
+// never raises or adds an option: a SYN without the option means an MSS of 536 (RFC 9293, section
+// 3.7.1). If there are several MSS options, it lowers all of them, because receivers use the last.
+// A malformed option ends the search. An mss of 0 means no limit.
 func (v *View) ClampMSS(mss uint16) bool {
 	if mss == 0 || v.TCPFlags()&TCPSyn == 0 {
 		return false
@@ -168,7 +168,7 @@ func (v *View) ClampMSS(mss uint16) bool {
 			if old := be.Uint16(v.b[at+2:]); old > mss {
 				be.PutUint16(v.b[at+2:], mss)
 				new := mss
-				if (at-int(v.transport))%2 != 0 { // the field is part of two words of the sum
+				if (at-int(v.transport))%2 != 0 { // at an odd offset; see delta16
 					old, new = bits.ReverseBytes16(old), bits.ReverseBytes16(new)
 				}
 				v.contentChanged(delta16(old, new))
@@ -180,9 +180,9 @@ func (v *View) ClampMSS(mss uint16) bool {
 	return changed
 }
 
-// CompleteChecksum completes a partial checksum, for a packet that is sent without
-// segmentation. It does nothing to a packet with another checksum state. It also does nothing
-// to the head of a run, because it cannot see the run's other segments.
+// CompleteChecksum completes a partial checksum, for a packet that is sent without segmentation. It
+// does nothing to a packet with another checksum state. It also does nothing to the View of a Run
+// with several packets, because the View does not contain all of their data.
 func (v *View) CompleteChecksum() {
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {
 		return

@@ -25,9 +25,10 @@ type Segmenter struct {
 	transportSum uint64 // sum of pseudo-header and transport header without lengths, sequence number, flags and checksum
 }
 
-// Reset starts with another superpacket: a parsed TCP or UDP packet with a partial checksum, which
-// may have been rewritten. gsoSize is the result of VirtioHeader.Validate and at least 1.
-// Data that fits one segment becomes one segment. The error is ErrGSO; s then has no segments.
+// Reset starts the segmentation of another superpacket. v is a parsed TCP or UDP packet with a
+// partial checksum, and may have been rewritten. gsoSize is the result of VirtioHeader.Validate and
+// must be at least 1. Data of at most gsoSize octets becomes one segment. If Reset fails, it
+// returns ErrGSO, and s has no segments.
 //
 // Reset ignores the value of the partial checksum. Every segment has its own length, so its
 // pseudo-header sum is computed from the addresses.

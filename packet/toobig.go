@@ -97,10 +97,10 @@ func uncopied(o []byte) {
 // 4.3.2.3) or 1280 (RFC 4443, section 2.4c). Its source is the destination of the packet, the
 // one address from which the sender certainly accepts packets.
 //
-// The result is the length of the error, or 0 if none may be sent (RFC 1812, section 4.3.2.7;
-// RFC 4443, section 2.4e). No error may be sent about an ICMP error, about an IPv4 fragment
-// other than the first, or if an address is not that of a single host. TooBig must not be
-// called for the head of a run.
+// The result is the length of the error, or 0 if none may be sent (RFC 1812, section 4.3.2.7; RFC
+// 4443, section 2.4e). No error may be sent about an ICMP error, about an IPv4 fragment other than
+// the first, or if an address is not that of a single host. TooBig must not be called for the View
+// of a Run with several packets.
 func (v *View) TooBig(dst []byte, mtu int) int {
 	if v.IsICMPError() || !v.singleHosts() {
 		return 0

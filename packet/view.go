@@ -7,7 +7,7 @@ import "net/netip"
 // HasPorts, IsICMPQuery and others), the field's getter returns zero and its setter does
 // nothing. A View must not be used concurrently.
 type View struct {
-	b         []byte // the packet; for the head of a run only the first packet
+	b         []byte // the packet; in a Run only its first packet
 	length    uint32 // of the whole packet or run, IPv6 header included: at most 65575
 	fragID    uint32
 	fragOff   uint16 // offset of the fragment in octets
@@ -29,11 +29,11 @@ type View struct {
 // comes from the virtio header: ChecksumComplete or ChecksumPartial. If the packet has no
 // checksum, the view has ChecksumAbsent instead.
 //
-// v keeps b until the next Parse. After an error (always of type Error) v holds nothing
-// useful. Parse verifies no checksum: the kernel verifies those of packets in both directions,
-// and an incremental update keeps a wrong checksum wrong. Parse refuses a source route. The
-// destination in its header is neither the one to translate nor the one in the pseudo-header,
-// and a source route would bypass the rules of the gateway (RFC 5095, RFC 7126).
+// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful.
+// Parse verifies no checksum: the kernel does that in both directions, and an incremental update
+// keeps a wrong checksum wrong. Parse refuses a source route. With a source route, the destination
+// in the IP header is not the final one, which NAT must translate and the pseudo-header contains. A
+// source route would also bypass the rules of the gateway (RFC 5095, RFC 7126).
 func (v *View) Parse(b []byte, csum ChecksumState) error {
 	if len(b) == 0 {
 		return ErrTruncated
@@ -148,9 +148,9 @@ func (v *View) parseTransport(csum ChecksumState) Error {
 		if len(t) < udpLen {
 			return v.shortTransport()
 		}
-		// The length may be below that of the IP payload: the rest is the surplus area of RFC
-		// 9868, which the checksum does not cover. In a first fragment the length is that of the
-		// whole datagram.
+		// The UDP length may be less than the length of the IP payload. The rest is then the
+		// surplus area of RFC 9868, which the checksum does not cover. In a first fragment the UDP
+		// length is that of the whole datagram.
 		if size := int(be.Uint16(t[4:6])); size < udpLen || size > len(t) && !v.more {
 			return ErrTransportHeader
 		}
@@ -243,8 +243,8 @@ func (v *View) shortTransport() Error {
 	return ErrTransportHeader
 }
 
-// Bytes returns the packet: the first Len() octets of the slice that was parsed. For the head
-// of a run it returns only the first packet.
+// Bytes returns the packet: the first Len() octets of the slice that was parsed. For the View of a
+// Run it returns only the first packet.
 func (v *View) Bytes() []byte { return v.b }
 
 // Len returns the length of the packet or run in octets, IP header included.

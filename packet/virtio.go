@@ -62,12 +62,12 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
-// FinishInner completes a partial checksum that belongs not to the packet but to a packet
-// inside it, and clears VirtioNeedsCsum. The caller must then parse the outer packet again, as
-// complete. The kernel leaves such a checksum if a pod has its own tunnel (VXLAN, IPIP),
-// because NETIF_F_HW_CSUM promises a checksum from any offset. The outer checksum, if there is
-// one, was computed for the completed packet (Documentation/networking/checksum-offloads.rst,
-// LCO).
+// FinishInner completes a partial checksum that belongs not to the packet but to a packet inside
+// it, and clears VirtioNeedsCsum. The caller must then parse the outer packet again, as complete.
+// The kernel leaves such a checksum if a pod has its own tunnel (VXLAN, IPIP), because a device
+// with NETIF_F_HW_CSUM can compute a checksum from any offset. The outer checksum, if there is one,
+// is already right for the completed packet (local checksum offload,
+// Documentation/networking/checksum-offloads.rst).
 //
 // b is the outer packet. FinishInner returns ErrVirtioHeader and leaves b unchanged in these
 // cases: there is nothing to compute; b is a superpacket, a fragment, or TCP, which carries no
@@ -83,8 +83,8 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 	}
 	sum := Checksum(v.b[h.CsumStart:], 0) // includes the pseudo-header sum in the field
 	if sum == 0 {
-		// In UDP zero means "no checksum". For other protocols both values are the same number,
-		// and the kernel also writes 0xffff.
+		// In UDP zero means "no checksum". In other protocols 0 and 0xffff are the same number, and
+		// the kernel also writes 0xffff.
 		sum = 0xffff
 	}
 	be.PutUint16(b[field:], sum)
@@ -133,9 +133,8 @@ func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 }
 
 // segmentable reports whether the packet may be a superpacket: a whole packet with a partial
-// checksum, either TCP without SYN, RST and URG or UDP without a surplus area. No sender
-// leaves a packet with these TCP flags to segmentation, because every segment would repeat the
-// flags.
+// checksum, either TCP without SYN, RST and URG or UDP without a surplus area (RFC 9868). No sender
+// makes a superpacket with these TCP flags, because every segment would repeat them.
 func (v *View) segmentable() bool {
 	// Parse allows a partial checksum only in whole TCP and UDP packets.
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {

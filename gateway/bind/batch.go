@@ -19,7 +19,7 @@ type Batch struct {
 	// datagrams.
 	More bool
 	// Lost is the number of datagrams that the kernel dropped because the socket was full, as
-	// reported since Reset. The kernel counts several joined datagrams as one.
+	// reported since Reset. Datagrams that the kernel had joined count as one.
 	Lost uint64
 
 	slab     []byte // nil before the first use
@@ -27,7 +27,7 @@ type Batch struct {
 	kept     int    // end of the last kept message in slab
 	taken    int    // start of the last message that Next returned
 	received []received
-	next     int // first datagram with messages that Next has not returned
+	next     int // index in received of the first element with messages that Next has not returned
 }
 
 // received is the result of one recvmsg(2): one datagram, or several that the kernel joined.
@@ -49,8 +49,8 @@ func (b *Batch) Space() []byte {
 	return b.slab[b.used : b.used+MaxDatagram]
 }
 
-// Received adds the datagram in the first n octets of Space to the batch. If segment > 0,
-// these are several datagrams of segment octets, the last of which may be shorter. An empty
+// Received adds the datagram in the first n octets of Space to the batch. If segment > 0, the
+// octets are several datagrams of segment octets each, of which the last may be shorter. An empty
 // datagram uses space too, so that a batch cannot hold an unlimited number of them.
 func (b *Batch) Received(n, segment int, from conn.Endpoint) {
 	end := b.used + n
@@ -84,8 +84,8 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 	return m, from
 }
 
-// Keep preserves m, the last message of Next, until Reset. It moves the message into the space
-// of earlier messages that were not kept, and returns the moved message.
+// Keep preserves m, the message that Next returned last, until Reset. It moves the message into the
+// space of earlier messages that were not kept, and returns the moved message.
 func (b *Batch) Keep(m []byte) []byte {
 	start := b.taken
 	if to := aligned(b.kept); to+slabAlign <= start {

@@ -26,10 +26,11 @@ import (
 
 const (
 	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. sendBuffer is
-	// the size that wireguard-go requests. All peers share the receive buffer in order of arrival,
-	// so its size bounds the time that a message waits behind those of other peers. The receive
-	// buffer holds some ten thousand small messages. The receiver drains it into per-peer queues
-	// much faster than it decrypts. A size above net.core.{r,w}mem_max requires CAP_NET_ADMIN.
+	// the size that wireguard-go requests. Messages of all peers wait in one receive buffer, in
+	// order of arrival. So its size bounds the time that a message waits behind those of other
+	// peers. The receive buffer holds some ten thousand small messages. The receiver drains it into
+	// per-peer queues much faster than it decrypts. A size above net.core.{r,w}mem_max requires
+	// CAP_NET_ADMIN.
 	sendBuffer    = 7 << 20
 	receiveBuffer = 4 << 20
 
@@ -62,11 +63,11 @@ var ErrShut = errors.New("this gateway may not send, because another one may be 
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }
 
-// Listen binds port, or a free port if port is 0. It binds both address families, or the only
-// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each returned
-// function receives from one socket: it appends the available datagrams to a Batch. If mayBlock is
-// true and no datagram is available, the function waits for one. Only one goroutine may call the
-// same function. After Close the functions return net.ErrClosed.
+// Listen binds port, or a free port if port is 0. It binds both address families, or one if the
+// machine has only that one. If the port is occupied, the error is syscall.EADDRINUSE. Each
+// returned function receives from one socket: it appends the available datagrams to a Batch. If
+// mayBlock is true and no datagram is available, the function waits for one. Each of the functions
+// may be called by only one goroutine. After Close the functions return net.ErrClosed.
 func (b *Bind) Listen(port uint16) ([]func(b *Batch, mayBlock bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -79,7 +80,7 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, mayBlock bool) error, uint1
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // ignore an error here: a caller that needs the setting calls IgnorePath again
+				_ = v4.ignorePath(true) // best effort: a caller that needs the setting also calls IgnorePath
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {
@@ -122,10 +123,10 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path MTU
-// that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
-// default is false. The gateway uses IgnorePath if the reported MTU of a path is implausibly small.
-// If the report is true nevertheless, routers fragment the datagrams, and they still arrive.
+// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the kernel's
+// path MTU. The kernel also ignores ICMP errors about these datagrams. The default is false. The
+// gateway uses IgnorePath if the reported MTU of a path is implausibly small. If the path really
+// has this MTU, routers fragment the datagrams, and they still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -13,8 +13,8 @@ import (
 
 // endpoint is the remote address of a peer, together with the local address at which the last
 // datagram from it arrived. Replies leave from this local address, because a NAT or firewall in
-// front of the peer expects it. All users of an endpoint share one value, which is immutable except
-// for cleared and refused.
+// front of the peer expects it. All users share one value per remote address. It is immutable
+// except for cleared and refused.
 type endpoint struct {
 	dst     netip.AddrPort
 	src     netip.Addr // zero: the kernel chooses

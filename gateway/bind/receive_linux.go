@@ -11,7 +11,7 @@ import (
 )
 
 // maxEndpoints bounds the cache of remote addresses, because spoofed sources must not fill the
-// memory. A gateway has a few addresses per peer. A cache that is full is emptied.
+// memory. A gateway has a few addresses per peer. When the cache is full, it is emptied.
 const maxEndpoints = 4096
 
 // maxReceive is the number of messages at which a receive call stops. Messages of one batch can be
@@ -41,7 +41,7 @@ type receiver struct {
 	lost    uint32 // number of dropped datagrams that the kernel last reported
 
 	endpoints map[remote]*endpoint
-	last      *endpoint // most datagrams come from the same address as the previous one
+	last      *endpoint // the last endpoint that was used, because most datagrams have the same source as the previous one
 	lastName  [unix.SizeofSockaddrInet6]byte
 	lastInfo  [16]byte
 }
@@ -54,7 +54,7 @@ func (in *receiver) init() {
 	in.header.Control = &in.control[0]
 	in.endpoints = make(map[remote]*endpoint)
 	in.try = func(fd uintptr) { in.recvmsg(fd) }
-	in.wait = func(fd uintptr) bool { // the poller is edge triggered: try before each wait
+	in.wait = func(fd uintptr) bool { // receive before each wait, because the poller is edge triggered
 		in.recvmsg(fd)
 		return in.errno != unix.EAGAIN
 	}

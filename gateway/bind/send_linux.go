@@ -11,7 +11,7 @@ import (
 // gsoSpace is the size of UDP_SEGMENT as a control message on a 64-bit machine.
 const gsoSpace = 24
 
-// sender is the scratch memory of one Send. A pool provides it, because Send may be called
+// sender is the scratch memory of one Send. It comes from a pool, because Send may be called
 // concurrently.
 type sender struct {
 	header  unix.Msghdr
@@ -19,7 +19,7 @@ type sender struct {
 	control [pktinfoSpace + gsoSpace]byte
 	errno   unix.Errno
 	gate    func() bool // may be nil
-	shut    bool        // result of gate at the last call
+	shut    bool        // whether gate returned false at the last call
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 }
@@ -35,8 +35,8 @@ func newSender(gate func() bool) *sender {
 	return m
 }
 
-// sendmsg sends the message of m.header unless the gate is shut. It uses a raw system call,
-// because the socket does not block.
+// sendmsg sends the message of m.header, or sets shut if gate returns false. It uses a raw system
+// call, because the socket does not block.
 func (m *sender) sendmsg(fd uintptr) {
 	for {
 		if m.shut = m.gate != nil && !m.gate(); m.shut {
@@ -62,7 +62,7 @@ func (e *SendError) Error() string { return fmt.Sprintf("%d datagrams not sent: 
 // Unwrap returns the kernel's errors.
 func (e *SendError) Unwrap() error { return e.Err }
 
-// Unsent returns how many of the n datagrams of a Send were not sent, according to its error.
+// Unsent returns how many of the n datagrams of a Send were not sent, given the error of that Send.
 // An error other than SendError concerns all n.
 func Unsent(err error, n int) int {
 	if e := (*SendError)(nil); errors.As(err, &e) {

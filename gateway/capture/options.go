@@ -32,7 +32,7 @@ type Options struct {
 	Drops      []natengine.Drop      // only packets dropped for one of these reasons; nil: no restriction
 	Dropped    bool                  // only dropped packets, for any reason
 	Proto      uint8                 // upper-layer protocol; 0: all. packet.ICMP includes ICMPv6
-	Ends       [2]netip.AddrPort     // both ends, in either order; the zero Addr and port 0 match all
+	Ends       [2]netip.AddrPort     // both ends of the flow, in either order; the zero Addr matches all addresses, port 0 all ports
 
 	// Snap is the number of octets of each packet that the file keeps. 0 means only the
 	// headers, without any data of a pod.

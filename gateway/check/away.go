@@ -10,16 +10,15 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// A handshake shows whether a peer that was away has returned. wireguard-go would start one every
-// five seconds for each peer that is away. With a thousand such peers this takes 3 % of a core and
-// delays packets. So each of these peers gets one handshake at first. Afterwards all of them
-// together get a few a second (slowRate). A peer that returns also starts a handshake itself, which
-// is answered at once.
+// A peer without a session counts as away. Only a handshake shows that the peer has returned.
+// wireguard-go would start one every five seconds for each peer that is away. With a thousand such
+// peers this takes 3 % of a core and delays packets. So each of these peers gets one handshake at
+// first. Afterwards all of them together get a few a second (slowRate). A peer that returns also
+// starts a handshake itself, which is answered at once.
 //
 // If only some handshakes are answered, the others may have been lost: on a busy machine, the queue
-// of handshakes overflows, or wireguard-go demands cookies because it believes that it is under
-// load. So while some handshakes are answered, unanswered ones are repeated at a higher rate
-// (fastRate).
+// of handshakes overflows, or wireguard-go is under load and demands cookies. So while some
+// handshakes are answered, unanswered ones are repeated at a higher rate (fastRate).
 const (
 	// SessionGone is the age of the last handshake at which its session counts as gone. WireGuard
 	// refuses a session after 180 s (REJECT_AFTER_TIME), and starts to renew it after 120 s.
@@ -33,10 +32,10 @@ const (
 	handshakesOver    = 8               // seconds over which answers are averaged
 )
 
-// Sessions records which peers have a WireGuard session, from stats by public key. Call it once a
-// second. It returns two lists of public keys. The caller must start a handshake with each peer in
-// starts, and must stop wireguard-go from repeating handshakes with each peer in stops. stops is
-// empty if few peers are away.
+// Sessions records which peers have a WireGuard session. stats holds the statistics by public key.
+// Call it once a second. It returns two lists of public keys. The caller must start a handshake
+// with each peer in starts, and must stop wireguard-go from repeating handshakes with each peer in
+// stops. stops is empty if few peers are away.
 func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (starts, stops [][32]byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -57,7 +56,7 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (st
 			continue
 		case p.away:
 		case !never:
-			p.away, p.tried, p.rests = true, now, false // until now wireguard-go has repeated handshakes
+			p.away, p.tried, p.rests = true, now, false // wireguard-go still repeats the last handshake
 		case now.Sub(p.begun) <= awayAfter:
 			continue
 		default:
@@ -115,7 +114,7 @@ func (m *Monitor) TestSession(key [32]byte) {
 }
 
 // testSession pings a peer reported by TestSession, and starts a handshake if no answer comes.
-// Without that, WireGuard would start one only after 15 seconds.
+// Without testSession, WireGuard would start a handshake only after 15 seconds.
 func (m *Monitor) testSession(key [32]byte) {
 	m.mu.Lock()
 	var p *peerState

@@ -1,7 +1,7 @@
 // Package check finds out which peers of a gateway answer, and how large packets to them may be.
 //
-// A Monitor has both roles of Liqo's connection check (docs/liqo-v0.md, section 8) for all peers
-// of one tunnel: it pings them, and it answers their PINGs.
+// For all peers of one tunnel, a Monitor has both roles of Liqo's connection check
+// (docs/liqo-v0.md, section 8): it pings the peers, and it answers their PINGs.
 //
 //	Set, Change ─► peers ─► PING ─► Port ─► PONG ─► Result ─► Observe
 //	                 ▲        └ padded: search for the path MTU (pathmtu.go)
@@ -30,8 +30,8 @@ const MaxMessage = 512
 
 // Liqo's connection check uses UDP port 12345 of the gateways' own addresses, with one JSON object
 // in each message. Each side sends a PING every two seconds and answers a PING with a PONG.
-// Messages and states are exactly Liqo's, because Liqo derives the readiness of a virtual node from
-// them. The Monitor accepts fewer PONGs than Liqo does (see acceptPong).
+// Messages and states are the same as in Liqo, because Liqo derives the readiness of a virtual node
+// from the states. The Monitor accepts fewer PONGs than Liqo does (see acceptPong).
 const (
 	interval        = 2 * time.Second
 	threshold       = 5 // intervals without an answer after which the peer counts as lost
@@ -46,8 +46,8 @@ const (
 	// and delay packets on the same processor.
 	slots    = 100
 	slotTime = interval / slots
-	// burst is the number of new peers that are pinged at once. Further new peers count as away
-	// (see Sessions).
+	// burst is the number of new peers that are pinged at once. If more peers are added in one
+	// call, the others count as away at first (see Sessions).
 	burst = 64
 
 	// pathMessages is the approximate number of path probes sent at once. It is small because other
@@ -89,7 +89,7 @@ type Result struct {
 	State    State
 	RTT      time.Duration // round-trip time of the last answer; 0 if not connected
 	Loss     float64       // share of the last minute's PINGs that were not answered, 0 to 1
-	Sent     int           // number of PINGs that Loss is based on
+	Sent     int           // number of PINGs from which Loss is computed
 	Since    time.Time     // when State last changed
 	Answered time.Time     // when the peer last answered; zero: never
 	Asked    time.Time     // when we last answered a PING of the peer; zero: never
@@ -98,7 +98,7 @@ type Result struct {
 
 // Unasked reports whether the peer's PINGs do not arrive. A peer that can reach us sends one every
 // two seconds, from the network address of its PodCIDR. If the two sides disagree about that
-// network, this side drops the PINGs, and only this side notices.
+// network, this side drops the PINGs, and only this side can detect that.
 func (r *Result) Unasked(now time.Time) bool {
 	last := r.Since
 	if r.Asked.After(last) {
@@ -107,7 +107,7 @@ func (r *Result) Unasked(now time.Time) bool {
 	return now.Sub(last) > threshold*interval
 }
 
-// Late reports whether the last answer is older than a number of intervals.
+// Late reports whether the last answer is older than the given number of intervals.
 func (r *Result) Late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*interval+r.RTT
 }
@@ -168,7 +168,7 @@ type peerState struct {
 	newest time.Time // when the newest answered PING was sent
 
 	away  bool      // the peer has no session, see Sessions
-	back  bool      // the peer has a session again, but has not been pinged yet
+	back  bool      // the peer has a session again, and has not been pinged since
 	tried time.Time // when a handshake was last started
 	rests bool      // wireguard-go does not repeat the last handshake any more
 	waits bool      // the last handshake may still be answered
@@ -259,9 +259,9 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 }
 
 // moved applies a new key or endpoint to a peer, and reports whether the peer keeps its state. The
-// peer keeps its state after a rotation of the key, because sessions survive that. It also keeps
-// its state if it is connected and only the configured endpoint of its gateway changes. Then it is
-// pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
+// peer keeps its state after a rotation of the key, because sessions survive that. A connected peer
+// also keeps its state if only the configured endpoint of its gateway changes. It is then pinged at
+// once, and counts as lost only after the usual threshold. The caller holds m.mu.
 func (m *Monitor) moved(p *peerState, to Peer, now time.Time) bool {
 	from := p.Peer
 	rotated := from
@@ -297,7 +297,7 @@ func (m *Monitor) wakeSender() {
 	}
 }
 
-// hold delays the first PING to every peer until released is closed.
+// hold delays the first PING to every peer until the channel released is closed.
 func (m *Monitor) hold(released <-chan struct{}) {
 	m.held.Store(true)
 	m.wg.Go(func() {
@@ -386,8 +386,8 @@ func (m *Monitor) idle(turn int) int {
 	return slots
 }
 
-// due returns the peers to ping in a turn. It leaves out new peers whose first PING is delayed or
-// was sent a moment ago.
+// due returns the peers to ping in a turn. It leaves out new peers whose first PING must wait for
+// Options.Hold, and peers that were pinged a moment ago.
 func (m *Monitor) due(turn int) (peers []*peerState) {
 	now := time.Now()
 	m.mu.Lock()
@@ -474,8 +474,8 @@ func (m *Monitor) findLate(now time.Time) {
 	}
 }
 
-// loss returns the share of unanswered PINGs, and the number of PINGs that it is based on. PINGs
-// of the last interval may still be answered, so they do not count.
+// loss returns the share of PINGs that were not answered, and the number of PINGs from which the
+// share is computed. PINGs of the last interval do not count, because they may still be answered.
 func (p *peerState) loss(now time.Time) (share float64, sent int) {
 	lost := 0
 	for _, s := range p.sent[:min(p.n, window)] {

@@ -16,8 +16,8 @@ type message struct {
 	Timestamp string `json:"timeStamp"` // when the PING was sent, by the sender's clock: RFC 3339 with nanoseconds; a PONG repeats it
 }
 
-// A rejection is the reason why a message was ignored. The list is closed; the strings are values
-// of a metric's label.
+// A rejection is the reason why a message was ignored. The strings are the values of a metric's
+// label.
 type rejection uint8
 
 const (

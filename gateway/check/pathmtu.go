@@ -10,20 +10,21 @@ import (
 )
 
 // This file contains packetization layer path MTU discovery (RFC 8899) for each peer. The kernel
-// knows only the limits that routers report. Probes also detect a path that drops large datagrams
+// has only the limits that routers report. Probes also detect a path that drops large datagrams
 // silently. A probe is a PING of the connection check that WireGuard pads to a given size
 // (datapath.Port.Send). Every peer answers it, even a Liqo gateway, and the answer is small. So
 // each side measures the direction in which it sends.
 //
-// PLPMTU, the size in force, is the size of an IP packet in the tunnel. Three things differ from
-// the RFC. A search starts with the largest size rather than the base, because a TCP connection
-// keeps the segment size with which it starts. Several sizes are probed at once, because a probe
-// carries no user data. Half a minute after the size in force was lowered, larger sizes are
-// probed again. If that fails, the next attempt is ten minutes later.
+// The size in force, which the RFC calls PLPMTU, is the size of an IP packet in the tunnel. The
+// search differs from the RFC in three ways. A search starts with the largest size rather than the
+// base, because a TCP connection keeps the segment size with which it starts. Several sizes are
+// probed at once, in a round, because a probe carries no user data. Half a minute after the size in
+// force was lowered, larger sizes are probed again. If they do not pass, the next attempt is ten
+// minutes later.
 const (
-	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). A round ends
-	// earlier if its last message, which is small, is answered: pathMoment plus pathTrips round
-	// trips after the round began.
+	// pathTimeout plus the round-trip time is PROBE_TIMER (RFC 8899, section 5.1.1), after which a
+	// round ends. The last message of a round is small. If it is answered, the round ends earlier,
+	// namely pathMoment plus pathTrips round-trip times after its start.
 	pathTimeout = time.Second
 	pathMoment  = pathTimeout / 5
 	pathTrips   = 4
@@ -31,7 +32,7 @@ const (
 	pathLook = interval / 8
 
 	// pathRate is the maximum number of peers whose size in force is confirmed in a second. With up
-	// to 100 peers, each is confirmed in each interval.
+	// to 100 peers, the size of each is confirmed in each interval.
 	pathRate = 50
 
 	// PMTU_RAISE_TIMER is pathRaise, or pathRaiseMost after a raise has failed.
@@ -42,9 +43,9 @@ const (
 	// may have caused the error, and the peer is not ready while the error lasts.
 	pathRetry = 5 * time.Second
 
-	// pathSizes is the number of sizes that one round probes besides the largest, the smallest and
-	// the present one. Each size is probed twice. Together with the small messages, these are fewer
-	// probes than a peer answers in a second.
+	// pathSizes is the number of sizes that one round probes besides the largest one, the smallest
+	// one and the one in force. The probes of a round are fewer than the messages that a peer
+	// answers in a second.
 	pathSizes = 5
 
 	// WireGuard pads a packet to a multiple of padding octets, but never beyond the MTU of the
@@ -67,7 +68,7 @@ const (
 type PathMTU struct {
 	State   PathState `json:"state"`
 	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path carries
-	Ceiling int       `json:"ceiling"` // largest IP packet that it should carry, according to the kernel
+	Ceiling int       `json:"ceiling"` // largest IP packet that the path should carry, according to the kernel
 	Since   time.Time `json:"since"`   // when Bytes last changed
 	// Confirmed is the time when a packet of Bytes octets was last answered, or zero if none ever
 	// was.
@@ -88,16 +89,16 @@ type pathProbe struct {
 // zero value does nothing until a ceiling is set.
 type pathSearch struct {
 	PathMTU
-	floor   int           // BASE_PLPMTU
+	floor   int           // BASE_PLPMTU of RFC 8899
 	base    int           // BaseMTU; floor is the smaller of base and the ceiling
 	raise   time.Duration // PMTU_RAISE_TIMER
-	raised  time.Time     // when the timer last started
+	raised  time.Time     // when PMTU_RAISE_TIMER last started
 	lowered time.Time     // when Bytes was last lowered
 
 	// The bounds of the search, as numbers of steps (see the method steps). low is the largest size
 	// known to pass; -1: none. high is the smallest size known not to pass.
 	low, high   int
-	unconfirmed bool // a round suggests that the size in force must be lowered; another one has to confirm that
+	unconfirmed bool // one round has shown that the size in force must be lowered; a second one must confirm it
 
 	round []pathProbe // messages of the current round; nil: no round
 	began time.Time
@@ -108,8 +109,8 @@ type pathKind uint8
 
 const (
 	pathConfirm  pathKind = iota // does the path still carry the size in force?
-	pathSearches                 // what is the largest size that it carries?
-	pathUpwards                  // does it carry a larger size now?
+	pathSearches                 // what is the largest size that the path carries?
+	pathUpwards                  // does the path carry a larger size now?
 )
 
 // steps returns the number of possible sizes: the floor, then each further multiple of padding,
@@ -169,7 +170,7 @@ func (s *pathSearch) next(now time.Time, confirmInterval time.Duration) []pathPr
 	case s.State == PathDisabled:
 		return nil
 	case s.State == PathSearching && s.low >= 0 && now.Sub(s.began) < pathTimeout:
-		return nil // the peer limits its answers per second
+		return nil // the peer answers only a limited number of messages a second
 	case s.State == PathSearching:
 		return s.probe(pathSearches, now)
 	case s.State == PathError && now.Sub(s.raised) >= pathRetry, s.Narrow() && now.Sub(s.raised) >= s.raise:
@@ -278,8 +279,8 @@ func (s *pathSearch) evaluate(now time.Time, rtt time.Duration) (changed bool) {
 	return s.conclude(round, best, now)
 }
 
-// conclude narrows the search. best is the largest size that was answered in the round. conclude
-// reports whether the size in force has changed.
+// conclude narrows the bounds of the search. best is the largest size in the round that was
+// answered. conclude reports whether the size in force has changed.
 func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (changed bool) {
 	if best != 0 {
 		s.low = max(s.low, s.stepOf(best))
@@ -329,7 +330,7 @@ func (p *peerState) limit(base, ceiling int, now time.Time) {
 	p.path.limit(base, ceiling, now)
 }
 
-// OtherPath starts a new search, because packets to a peer take another path from now on.
+// OtherPath starts a new search for a peer. Call it when packets to the peer take another path.
 func (m *Monitor) OtherPath(id string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -12,8 +12,8 @@ import (
 // deficit round robin. So a peer that sends too much fills only its own queue.
 
 const (
-	// messageCost is the fixed cost of a message, in octets. It is chosen so that the ratio of the
-	// costs of a small and of a full-size message is about the ratio of their processing times.
+	// messageCost is the fixed cost of a message, in octets. With this value, the costs of small
+	// and full-size messages are about proportional to their processing times.
 	messageCost = 1000
 
 	// quantum is the cost that one peer may use per turn. unknownQuantum is the cost per turn of
@@ -30,16 +30,16 @@ const (
 	unknownLimit = 256 << 10
 
 	// maxSlabs limits the memory of waiting messages to 14 MiB. While all of it is in use, further
-	// messages stay in the socket. Refused messages use none of it, so the size of a peer's queue
-	// limits the memory that the peer can use. keptSlabs slabs, enough for a burst of one
+	// messages stay in the socket. Refused messages use no memory, so the limit of a peer's queue
+	// also limits the memory that the peer can use. keptSlabs slabs, enough for a burst of one
 	// connection, are not released afterwards.
 	maxSlabs  = 24
 	keptSlabs = 4
 
 	// drainCalls is the maximum number of times that the socket is read before messages are
-	// decrypted. One call returns up to 384 messages, so even a socket buffer full of small messages
-	// is drained. With fewer calls, the messages of all peers would share one queue whenever the
-	// process was not scheduled for a while.
+	// decrypted. One call returns up to 384 messages, so even a socket buffer full of small
+	// messages is drained. With fewer calls, messages would stay in the socket, in one queue for
+	// all peers, whenever the process had not been scheduled for a while.
 	drainCalls = 32
 
 	// At most workMessages messages, or messages with a total cost of workCost, are decrypted before

@@ -10,13 +10,13 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A budget is the key of a rate limit. It limits handshakes unless cookie or replies is set. The
-// zero value limits handshakes from all sources without a peer.
+// A budget is the key of a rate limit. If neither cookie nor replies is set, the limit applies to
+// handshakes. The zero value limits handshakes from all sources without a peer.
 type budget struct {
 	addr   netip.Addr // source of the handshakes; zero: all sources
 	source string     // address and port of a source behind a relay; otherwise empty
-	proven bool       // only for sources that returned a cookie
-	cookie bool       // limits the cookies that we send: with proven to addresses of peers, without proven to all others
+	proven bool       // limits only sources that returned a cookie; for cookies, see below
+	cookie bool       // limits the cookies that we send: to addresses of peers if proven is true, otherwise to all other addresses
 
 	replies *device.Peer // limits cookie replies to our handshakes with this peer
 }
@@ -52,10 +52,10 @@ func (b *budgets) spend(k budget, now time.Time, interval time.Duration, burst i
 	return true
 }
 
-// peersAt returns the number of peers at an address: the peers whose last authentic message came
-// from it. An address from which no peer has sent, but which is the configured endpoint of a peer,
-// counts as one peer. Anybody may send from the address of a relay. So for a relay the result is
-// the number of peers whose last message came from that address and port.
+// peersAt returns the number of peers whose last authentic message came from an address. If there
+// is none, but the address is the configured endpoint of a peer, the result is 1. Anybody may send
+// from the address of a relay. So for a relay the result is the number of peers whose last message
+// came from that address and port.
 func (t *Tunnel) peersAt(source netip.AddrPort) (n int) {
 	if n = t.locations.atAddr(source.Addr()); n == 0 && t.peers.Load().byAddr[source.Addr()] != nil {
 		n = 1

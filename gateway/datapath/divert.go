@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxInjected is the maximum number of octets that wait in a Tunnel, after Inject, for its outbound
-// goroutine.
+// maxInjected is the maximum number of octets that wait in a Tunnel, between Inject and the
+// outbound goroutine.
 const maxInjected = 4 << 20
 
 // A diversion is the state of Divert.
@@ -35,8 +35,8 @@ func (t *Tunnel) Divert(f func(p []byte)) {
 	}
 }
 
-// divert is called between batches, when no packet is on its way. From then on, f gets all
-// packets of the link.
+// divert makes a call of Divert return, if there is one: from now on, f gets all packets of the
+// link. divert is called between batches, when no packet is on its way to a peer.
 func (o *outbound) divert() {
 	if d := o.t.diverted.Load(); d != nil {
 		d.once.Do(func() { close(d.begun) })

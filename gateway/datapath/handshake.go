@@ -24,27 +24,28 @@ import (
 //	                  └─ handshakes ─ admit ─┬─ known sources ─┬─► device ─ its messages ─► socket
 //	                                         └─ other sources ─┴─► cookies ─► socket
 //
-// Answering a handshake takes the device as long as processing a hundred packets. Anybody who
-// knows our public key can make it process an initiation, with a forged source. Therefore
+// Answering a handshake takes the device as long as processing a hundred packets. Anybody who knows
+// our public key can make the device process an initiation, with a forged source. Therefore
 // addresses of peers have priority, and each has a budget. All other sources share one budget. A
 // message beyond its budget must carry a cookie (section 5.4.7 of the WireGuard paper), which
-// proves that its source is not forged. All of this is checked before a message is queued, so
-// that forged messages do not fill the stacks. The device's own queue is kept so short that the
-// device never demands cookies itself.
+// proves that its source is not forged. All of this is checked before a message is queued, so that
+// forged messages do not fill the queues (handshakeStack). The device's own queue is kept so short
+// that the device never demands cookies itself.
 
 const (
-	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first one holds
-	// a handshake from each of a thousand peers, because all of them may start at once when this
-	// gateway returns.
+	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first stack
+	// holds a handshake from each of a thousand peers, because all of them may start handshakes at
+	// once when this gateway restarts.
 	knownHandshakes = 1024
 	otherHandshakes = 512
-	// At most one in cookieShare places of a stack holds a message whose sender only gets a cookie.
+	// At most one in cookieShare places of a stack holds a message that is answered only with a
+	// cookie.
 	cookieShare = 4
 	// handshakeBatch is the number of messages that the device receives at once. The device has a
 	// buffer of 64 KiB for each message.
 	handshakeBatch = 16
-	// If more than deviceHandshakes messages wait in the device, the device gets no further ones.
-	// It answers messages in order of arrival, and would demand cookies if 128 of them waited.
+	// While more than deviceHandshakes messages wait in the device, it gets no further ones. It
+	// answers messages in order of arrival, and would demand cookies if 128 messages waited.
 	deviceHandshakes = 16
 	// devicePause is the interval at which the length of the device's queue is checked while it is
 	// above deviceHandshakes.
@@ -52,10 +53,11 @@ const (
 
 	// Each budget for handshakes has an interval and a burst. A peer starts one handshake in five
 	// seconds. The budgets are:
-	//   - known: one for each peer at an address
+	//   - known: one for each address of peers; its rate and burst are multiplied by the number of
+	//     peers at the address
 	//   - stranger: one for all sources without a peer
-	//   - proven: one for each peer at an address (IPv6: a /64 network) that returned a cookie, or
-	//     a single one if no peer is at that address
+	//   - proven: one for each address (IPv6: each /64 network) that returned a cookie, multiplied
+	//     in the same way if peers are at the address
 	//   - guest: one for all addresses without a peer that returned a cookie. A handshake from such
 	//     an address must fit both its proven budget and this one.
 	// Behind a relay, each port has budgets of its own, because anybody may send from the relay's
@@ -72,7 +74,7 @@ const (
 	// that of one of these addresses and that of its configured address.
 	movePause = knownBurst * knownEvery
 
-	// maxBudgets is the maximum number of budgets of sources without a peer.
+	// If maxBudgets budgets are in memory, no budget for a further proven source is added.
 	maxBudgets = 8192
 
 	// receivePause is the pause after an error of a socket that is not closed.
@@ -98,12 +100,12 @@ type Wire interface {
 // handshake is a handshake message and its source.
 type handshake struct {
 	from     conn.Endpoint
-	unproven bool // the message was refused; its sender only gets a cookie
+	unproven bool // the message was refused and is answered only with a cookie
 	n        int
 	b        [device.MessageHandshakeSize]byte
 }
 
-// handshakeLen returns the length of a handshake message by its type (section 5.4), and 0 for any
+// handshakeLen returns the length of a handshake message by its type (section 5.4), or 0 for any
 // other message.
 func handshakeLen(messageType uint32) int {
 	switch messageType {
@@ -160,7 +162,7 @@ func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 		if peers > 0 {
 			stack = h.known
 		}
-		// Unproven messages were counted when they arrived.
+		// An unproven message was already counted when it arrived.
 		if lost, dropped := stack.push(msg); dropped && !lost.unproven {
 			h.refuse(lost.b[:lost.n], lost.from, natengine.DropHandshakeQueue)
 		}
@@ -178,8 +180,8 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	}
 }
 
-// next returns a queued message, preferring those of known sources. If mayBlock is
-// true, it waits for a message. ok is false if no message is queued or the wire is closed.
+// next returns a queued message; messages of known sources come first. If mayBlock is true, it
+// waits for a message. ok is false if no message is queued or the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, mayBlock bool) (m handshake, ok bool) {
 	for {
 		if m, ok = h.known.pop(); ok {
@@ -215,7 +217,7 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 			return n, nil
 		}
 		if m.unproven {
-			if h.sendCookie(&m); n > 0 { // n messages must not wait for another one
+			if h.sendCookie(&m); n > 0 { // return the n messages now instead of waiting for another one
 				return n, nil
 			}
 			continue

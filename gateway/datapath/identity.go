@@ -22,8 +22,8 @@ import (
 //
 // Each key of ours is an identity with a device of its own, because a device has only one static
 // key. All identities share the socket. A handshake message belongs to the identity for whose
-// public key its mac1 was made. Any other message belongs to the device that knows the receiver
-// index. The probability that two devices choose the same index is 2^-32.
+// public key its mac1 was made. Any other message belongs to the device that has chosen its
+// receiver index. The probability that two devices choose the same index is 2^-32.
 //
 // So several peers, of different devices, may correspond to one peer of the engine. The one with
 // the newest session encrypts.
@@ -70,7 +70,7 @@ func (id *identity) setPrivate(private, public [32]byte) error {
 	return nil
 }
 
-// up lets the device process messages.
+// up starts the device's processing of messages.
 func (id *identity) up(port uint16) error {
 	if err := id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port)); err != nil {
 		return err
@@ -319,8 +319,8 @@ func (t *peerTable) removeSibling(p *peer) {
 	}
 }
 
-// livePeers returns the peers of a state that are not retired, and so may start handshakes. The
-// caller owns the slice.
+// livePeers returns the peers for one engine peer that are not retired, and so may start
+// handshakes. The caller owns the slice.
 func (t *peerTable) livePeers(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
@@ -358,8 +358,8 @@ func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypai
 	return via, k
 }
 
-// follow copies an endpoint to p: that of the peer with the newest session, among the peers for the
-// same engine peer.
+// follow copies to p the endpoint of the peer with the newest session, among the peers for the same
+// engine peer.
 func (p *peer) follow(table *peerTable) {
 	if len(table.siblings) == 0 {
 		return
@@ -395,7 +395,7 @@ func (t *peerTable) latestPeer(p *peer, now time.Time) *peer {
 }
 
 // octetsReceived returns the number of octets of WireGuard messages from a peer, including those
-// that its replaced predecessors received.
+// from the former peers that it has replaced.
 func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.ptr(p.dev).Load() }
 
 // octetsSent is the counterpart of octetsReceived for messages to a peer.

@@ -87,9 +87,9 @@ func (in *inbound) receiveAll(receive func(b *bind.Batch, mayBlock bool) error) 
 	}
 }
 
-// drain receives until the socket is empty. If one call empties the socket and the backlog is
-// empty, drain handles the messages at once. Otherwise drain adds them to the backlog. It waits for
-// a message only if the backlog is empty.
+// drain receives until the socket is empty. If the backlog is empty and one call empties the
+// socket, drain handles the messages at once. Otherwise it adds them to the backlog. If the backlog
+// is empty, drain waits for a message.
 func (in *inbound) drain(receive func(b *bind.Batch, mayBlock bool) error) error {
 	mayBlock := in.backlog.empty()
 	in.sender.session = false // the cached result may be outdated
@@ -171,8 +171,8 @@ func (in *inbound) release() {
 // enqueue adds a data message to the backlog, or refuses it.
 func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 	p, session := in.senderOf(m, from)
-	// A message that no session can open must not take the place of a message from a peer that has
-	// just moved.
+	// Refuse the message now if no session can decrypt it. It must not fill the queue of messages
+	// without a peer, because peers that have just moved need that queue.
 	if !session {
 		in.refuse(nil, m, from, natengine.DropTunnelSession)
 		in.t.unknownSession(from, in.now)
@@ -289,7 +289,7 @@ func (in *inbound) sourceAllowed(from conn.Endpoint) bool {
 	return in.source.allowed
 }
 
-// open decrypts the current run in place, and passes its packets on.
+// open decrypts the current run in place, and passes its packets to the writer.
 func (in *inbound) open() {
 	r := &in.run
 	if len(r.messages) == 0 {
@@ -350,8 +350,8 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		// Ignore the error: dropped packets are already counted, and the outbound goroutine notices
-		// when the link has ended.
+		// Ignore the error: dropped packets are already counted, and the outbound goroutine detects
+		// the end of the link.
 		_ = in.write.writePackets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]
@@ -359,9 +359,9 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 }
 
 // refuseReplays refuses the replayed messages of the current run. It returns the endpoint of the
-// last message that is no replay, or nil if all are replays. It also reports whether any such
-// message is more than a keepalive. It ignores messages that failed decryption, so forged ones do
-// not move the replay window.
+// last message that is no replay, or nil if all are replays. It also reports whether any message
+// that is no replay is more than a keepalive. It ignores messages that failed decryption, so forged
+// ones do not move the replay window.
 func (in *inbound) refuseReplays(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.ptr(k)

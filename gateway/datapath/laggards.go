@@ -8,27 +8,29 @@ import (
 
 // A plain WireGuard peer changes from our current to our next key at a moment that we cannot
 // observe. At that moment its sessions with the former key end, and the peer starts a handshake
-// only when it has something to send. So a peer that only answers falls silent. While our key
-// rotates, the tunnel therefore starts handshakes with silent peers itself, using the next key. A
-// peer that still has only the former key refuses such a handshake, and its session continues.
+// only when it has something to send. So a peer that only responds to packets falls silent. While
+// our key rotates, the tunnel therefore starts handshakes with silent peers itself, using the next
+// key. A peer that still has only the former key refuses such a handshake, and its session
+// continues.
 
 const (
 	// laggardSilence is the time without an answer to data after which a peer counts as silent. It
-	// is longer than most round trips, but short enough that a peer that only answers is
-	// interrupted only briefly.
+	// is longer than most round trips, but short enough that connections to a peer that only
+	// responds are interrupted only briefly.
 	laggardSilence = 250 * time.Millisecond
 	// laggardInterval is the interval at which silent peers are searched while our key rotates. At
 	// most laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a
 	// processor.
 	laggardInterval = 100 * time.Millisecond
 	laggardsAtOnce  = 10
-	// laggardPause is the minimum time between two handshakes with a peer. It grows up to
-	// RekeyTimeout, because a new handshake ends the previous one, whose answer may take long.
+	// laggardPause is the minimum time between two handshakes with a peer. The time grows with each
+	// attempt, up to RekeyTimeout, because a new handshake ends the previous one, whose answer may
+	// take long.
 	laggardPause = time.Second
 )
 
-// lookForLaggards starts handshakes with silent peers, using the next key. It repeats itself
-// until the rotation ends.
+// lookForLaggards starts handshakes with silent peers, using the next key. It runs again after
+// laggardInterval until the rotation ends.
 func (t *Tunnel) lookForLaggards() {
 	t.mu.Lock()
 	next := t.ids.Load().next
@@ -75,8 +77,8 @@ func (t *peerTable) laggards(id *identity, now time.Time) (all []*peer) {
 	return all
 }
 
-// introduce starts a handshake, even within RekeyTimeout of the last one. The device will not
-// repeat it.
+// introduce starts a handshake that the device does not repeat, even within RekeyTimeout of the
+// last one.
 func (p *peer) introduce(table *peerTable) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

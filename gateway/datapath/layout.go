@@ -15,10 +15,10 @@ import (
 	"golang.zx2c4.com/wireguard/replay"
 )
 
-// This file contains everything that the package knows about unexported parts of wireguard-go:
-// the keys of a session, and the device's state of a peer and of a handshake.
-// TestReviewedWireGuardVersionMatchesGoMod fails if go.mod has another version of wireguard-go.
-// If a field is missing or has another type, the process panics before main.
+// This file contains all accesses to unexported parts of wireguard-go: the keys of a session, and
+// the device's state of a peer and of a handshake. TestReviewedWireGuardVersionMatchesGoMod fails
+// if go.mod has another version of wireguard-go. If wireguard-go lacks one of the fields, or the
+// field has another type, the process panics before main.
 
 // wireguardVersion is the version of golang.zx2c4.com/wireguard whose device package was reviewed
 // for this file. To update the module, review the changes in
@@ -52,9 +52,9 @@ func fieldOf[S, F any](names ...string) field[S, F] {
 // ptr returns a pointer to the field in s.
 func (f field[S, F]) ptr(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
 
-// Once lookup can find a Keypair, its fields do not change, with two exceptions. Nonces
-// come from an atomic counter that the device uses as well, so no nonce is used twice. The replay
-// window is used only by this package, because the device never sees a data message.
+// The fields of a Keypair do not change once lookup can find it, with two exceptions. Nonces come
+// from an atomic counter that the device uses as well, so no nonce is used twice. The replay window
+// is used only by this package, because the device never sees a data message.
 var (
 	deviceIndexTable = fieldOf[device.Device, device.IndexTable]("indexTable")
 	entryPeer        = fieldOf[device.IndexTableEntry, *device.Peer]("peer")

@@ -42,7 +42,7 @@ type Local struct {
 	out     turns // packets that the Port sends, by destination
 	closed  atomic.Bool
 
-	// deliver holds delivering, so that it knows which packet the stack has refused.
+	// deliver holds this mutex, so that it can attribute the stack's error counters to one packet.
 	delivering sync.Mutex
 }
 
@@ -161,8 +161,8 @@ func (l *Local) attach(wake, overflow func()) {
 }
 
 // next copies the next packet that the endpoint sends into p. n is its length, or 0 if there is
-// none. size is the length to which it must be padded, or 0. Packets of the Port have priority:
-// they are few, and they decide whether peers count as connected.
+// none. size is the length to which the packet must be padded, or 0. Packets of the Port have
+// priority, because they are few, and peers count as connected only if these packets arrive.
 func (l *Local) next(p []byte) (n, size int) {
 	// This runs once per batch, so each pop costs only one atomic load if its queue is empty.
 	if d, ok := l.out.pop(); ok {
@@ -206,10 +206,10 @@ func (l *Local) refused() uint64 {
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
-// A localLink is the link of a TCP/IP stack. An answer that the stack sends during deliver waits
-// in a queue of the peer that is answered. Any other packet waits in a queue of its destination.
-// So a peer that makes the stack send a lot uses no room of other peers. Streams never call
-// deliver, so all segments of a connection wait in one queue, in order. The embedded
+// A localLink is the link of a TCP/IP stack. An answer that the stack sends during deliver waits in
+// a queue of the peer that is answered. Any other packet waits in a queue of its destination. So a
+// peer that makes the stack send many packets does not use the queues of other peers. Streams never
+// call deliver, so all segments of a connection wait in one queue, in order. The embedded
 // channel.Endpoint has a queue as well, which is not used.
 type localLink struct {
 	*channel.Endpoint

@@ -75,8 +75,8 @@ type sink interface {
 	maxSize() int
 }
 
-// A batch is the set of packets of one read. It ends when the link has no more packets or the
-// sink is full. If a superpacket has more segments than fit, the rest goes into the next batch.
+// A batch is the set of packets of one read. It ends when the link has no more packets or the sink
+// is full. Segments of a superpacket that do not fit go into the next batch.
 type batch struct {
 	to    sink
 	n     int // number of packets
@@ -89,9 +89,9 @@ func (b *batch) add(peer *natengine.PeerState, p []byte) {
 	b.full = !b.to.take(peer, p)
 }
 
-// read fills a batch. It blocks only while the batch is empty. It returns an empty batch if
-// packets that wait for a session need attention. It returns an error only when the link has
-// ended: os.ErrClosed after Close.
+// read fills a batch. It blocks only while the batch is empty. It returns an empty batch if packets
+// that wait for a session must be checked. It returns an error only when the link has ended:
+// os.ErrClosed after Close.
 func (o *outbound) read(b *batch) error {
 	o.tap.begin()
 	o.readKept(b)
@@ -153,10 +153,10 @@ func (o *outbound) readReleased(b *batch) {
 	o.released = o.released[:rest]
 }
 
-// readLocal adds packets of the in-process endpoint. If any packet stays queued, the batch is not
-// empty, so read will not block. A padded packet, which probes the path MTU, gets a batch of its
-// own. Otherwise its message could be sent in a UDP superpacket, and virtual links may pass a
-// superpacket although they drop a single packet of that size.
+// readLocal adds packets of the in-process endpoint. If a packet stays queued, the batch is not
+// empty, so read does not block while the packet waits. A padded packet, which probes the path MTU,
+// gets a batch of its own. Otherwise its message could be sent in a UDP superpacket, and virtual
+// links may pass a superpacket although they drop a single packet of that size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return

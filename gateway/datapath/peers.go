@@ -16,8 +16,8 @@ type peerTable struct {
 	byState  map[*natengine.PeerState]*peer   // peers of the current identity
 	siblings map[*natengine.PeerState][]*peer // peers of the next identity, and retired peers
 	byDevice map[*device.Peer]*peer           // all peers
-	addrs    map[*peer]netip.Addr             // configured address of each peer
-	byAddr   map[netip.Addr]*place            // places by configured address
+	addrs    map[*peer]netip.Addr             // configured endpoint address of each peer
+	byAddr   map[netip.Addr]*place            // records of unexplained messages (signs.go), by configured endpoint address
 }
 
 func newPeerTable(peers int) *peerTable {
@@ -45,10 +45,10 @@ type Peer struct {
 	Preshared PresharedKeys
 }
 
-// SetPeers replaces the peers. Call it after each change of the engine's rules. The rules decide
-// which addresses a peer may use, so a range moves from one peer to another in one step, in the
-// engine. A peer that stays keeps its sessions. Its endpoint is set only if Endpoint has changed
-// since the last call, because the peer may have roamed.
+// SetPeers replaces the peers. Call it after each change of the engine's rules. The engine's rules
+// determine which addresses a peer may use, so a range moves from one peer to another in one step.
+// A peer that stays keeps its sessions. Its endpoint is set only if Endpoint has changed since the
+// last call, because the peer may have roamed.
 func (t *Tunnel) SetPeers(peers []Peer) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -136,7 +136,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
-			p.dev.Start() // not earlier, so that its first message finds the peer in the table
+			p.dev.Start() // only now, so that the peer is in the table when its first message arrives
 			if table.hasRetired(p) {
 				p.initiation.arm(0)
 			}
@@ -207,7 +207,7 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	}
 }
 
-// clearEndpoint makes the device forget the endpoint of a peer if it is the configured one. If the
+// clearEndpoint removes the endpoint of a peer from the device if it is the configured one. If the
 // peer has roamed, it keeps its new endpoint, because it has authenticated itself there.
 func clearEndpoint(dev *device.Peer, configured netip.AddrPort) {
 	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == configured {
@@ -236,7 +236,7 @@ func (t *Tunnel) publish(table *peerTable) {
 		if heir == nil || heir.key != p.key {
 			delete(t.endpoints, p.key)
 		}
-		if heir != nil { // add the counters, so that those of a peer never decrease
+		if heir != nil { // add the counters of p to its successor's, so that they never decrease
 			heir.received0.Add(p.octetsReceived())
 			heir.sent0.Add(p.octetsSent())
 		}

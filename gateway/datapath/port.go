@@ -55,7 +55,7 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 // A datagram is an entry of a turns queue.
 type datagram struct {
 	at        netip.AddrPort // inbound: source; outbound: destination
-	requester *peer          // outbound: the peer whose message is answered; nil: the queue is chosen by destination address
+	requester *peer          // outbound: the peer whose message this answers, and whose queue it uses; nil: the queue of the destination address
 	b         []byte         // inbound: payload; outbound: complete packet; owned
 	size      int            // outbound: length to which the packet must be padded; 0: no padding
 }
@@ -76,7 +76,7 @@ func (d datagram) party() party {
 
 const (
 	turnsEach = 32   // maximum number of datagrams of one party, unless turns.perParty is set
-	turnsAll  = 4096 // maximum number of all datagrams, except that each party may always queue one
+	turnsAll  = 4096 // maximum number of datagrams of all parties; each party may queue one beyond it
 )
 
 // turns is a fair queue of datagrams. It serves parties in turn and limits the datagrams of each,
@@ -84,7 +84,7 @@ const (
 // stay in order. The zero value is empty. Safe for concurrent use.
 type turns struct {
 	perParty int          // maximum number of datagrams of one party; 0: turnsEach
-	n        atomic.Int64 // number of datagrams; makes testing an empty queue cost one load
+	n        atomic.Int64 // number of datagrams; shows without the lock whether the queue is empty
 	mu       sync.Mutex   // guards the following fields
 	byParty  map[party][]datagram
 	next     []party // parties with datagrams, in the order of turns

@@ -52,9 +52,9 @@ type preshared struct {
 	mu      sync.Mutex
 	dev     *device.Peer
 	keys    PresharedKeys
-	begun   bool            // set was called before, so handshakes with other keys may be in progress
-	settled bool            // the change is over: only keys.Key is used
-	since   time.Time       // if settled: sessions made from then on use keys.Key
+	begun   bool            // the method set was called before, so handshakes with other keys may be in progress
+	settled bool            // the change has ended: only keys.Key is used
+	since   time.Time       // if settled is true, sessions made at this time or later use keys.Key
 	certain *device.Keypair // an older session that also uses keys.Key; may be nil
 	next    [32]byte        // the key that the device uses now
 	sent    [32]byte        // the key of the response that the device sent last
@@ -75,7 +75,7 @@ func (s *preshared) set(keys PresharedKeys) {
 	defer s.mu.Unlock()
 	grace := presharedGrace
 	if !s.begun {
-		grace = 0 // there is no handshake in progress, and a gateway that takes over makes sessions within a second
+		grace = 0 // no handshake can be in progress, and sessions made within the first second must count
 	}
 	s.begun = true
 	if s.keys == keys {

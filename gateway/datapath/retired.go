@@ -32,7 +32,7 @@ func (p *peer) retire() bool {
 	}
 	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()
-	clear(peerStatic.ptr(p.dev)[:]) // without it the device neither starts nor answers handshakes
+	clear(peerStatic.ptr(p.dev)[:]) // without this value the device neither starts nor answers handshakes
 	mu.Unlock()
 	(*peerRetransmit.ptr(p.dev)).Del()
 	p.retiredAt = time.Now()
@@ -47,7 +47,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	if was == nil || was.key == fresh.key {
 		return
 	}
-	// The predecessor knows the peer's current address.
+	// The predecessor has the peer's current endpoint, because the peer may have roamed.
 	if e := endpointOf(was.dev); e != nil {
 		fresh.dev.SetEndpointFromPacket(e)
 		if at, ok := t.endpoints[was.key]; ok {
@@ -66,8 +66,8 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	}
 }
 
-// limitRetired removes the oldest retired peers of a state from the table if there are more than
-// maxRetired. The caller holds t.mu.
+// limitRetired removes the oldest retired peers for one engine peer from the table if there are
+// more than maxRetired. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
 	for _, p := range slices.Backward(t.siblings[state]) {
@@ -81,8 +81,8 @@ func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	}
 }
 
-// sweepRetired removes retired peers that are no longer needed. It repeats itself while any are
-// left.
+// sweepRetired removes retired peers that are no longer needed. It runs again after retiredInterval
+// while any are left.
 func (t *Tunnel) sweepRetired() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

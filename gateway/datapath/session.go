@@ -33,16 +33,16 @@ const (
 	requestInterval = time.Second
 
 	// If packets wait for a session, a handshake is repeated after hurryAfter instead of
-	// RekeyTimeout, at most hurries times until there is a session. The reason is that the peer's
-	// Service, or ours, may still send messages to a former gateway. hurriesPerSecond limits these
+	// RekeyTimeout, at most hurries times until there is a session. The reason is that the Service
+	// of one side may still send messages to a former gateway. hurriesPerSecond limits these
 	// handshakes with all peers to 2 % of a processor.
 	hurryAfter       = 900 * time.Millisecond
 	hurries          = 5
 	hurriesPerSecond = 100
 
 	// confirmMost is the maximum time for which messages are still sent to the previous address
-	// after the peer has started another session from a new address. Messages are sent to the new
-	// address earlier if the first message of the new session arrives, usually within a round trip.
+	// after the peer has started another session from a new address. The first message of the new
+	// session, usually within a round trip, ends this time.
 	confirmMost = time.Second
 
 	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
@@ -96,7 +96,7 @@ type peer struct {
 	location       atomic.Pointer[location] // written only by locationCounts
 	removed        bool                     // the peer was removed; guarded by locationCounts.mu
 	renewed        atomic.Int64             // creation time of the session for which recordReceived last requested a handshake
-	checkRequested atomic.Int64             // when it was last reported that the peer may have another session
+	checkRequested atomic.Int64             // when checkSession last requested a test of the session
 
 	// sessionEndpoint is the session under which the peer last sent, with its endpoint. It is nil
 	// if a configuration has set the endpoint since then.
@@ -196,7 +196,7 @@ func (p *peer) stop() {
 }
 
 // A deadline is a timer that any goroutine may arm. Its function must check whether there is still
-// anything to do. Arming an armed deadline costs only a load.
+// anything to do. Arming an armed deadline costs one atomic load.
 type deadline struct {
 	timer *time.Timer
 	armed atomic.Bool
@@ -297,8 +297,8 @@ func (p *peer) recordConfirmation() {
 }
 
 // session returns the creation time of the current session, or of the last one if the device has
-// erased its keys. It returns zero if there was no session. The session's age by the monotonic
-// clock decides whether messages are sent and accepted (see isFresh).
+// erased its keys. It returns zero if there was no session. Whether messages are sent and accepted
+// depends on the session's age by the monotonic clock (see isFresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
 		p.created.Store(p.t.stamp(*keypairCreated.ptr(k)))

@@ -13,19 +13,19 @@ import (
 )
 
 // Signs are observations of a tunnel that may explain why a peer has no session. A zero time means
-// never. Anybody who can forge the peer's address can cause the first three. So Signs only explain;
-// no decision depends on them.
+// never. Anybody who can forge the peer's address can cause OtherKey, Refused and Earlier. So Signs
+// are only for explanations, and no decision depends on them.
 type Signs struct {
 	// OtherKey is the time of the last handshake from the peer's address that was made for another
 	// public key than ours: its mac1 is wrong (section 5.4.4 of the WireGuard paper).
 	OtherKey time.Time
-	// Refused is the time of the last handshake from that address that was made for our key but got
-	// no answer. Either its public key belongs to no peer, or its timestamp is not newer than that
-	// of an earlier handshake.
+	// Refused is the time of the last handshake from the peer's address that was made for our key
+	// but got no answer. Either its public key belongs to no peer, or its timestamp is not newer
+	// than that of an earlier handshake.
 	Refused time.Time
-	// Earlier is the time of the last data message from that address under a session that we do not
-	// have. Such a session was made before this tunnel knew the peer, or before the peer's key
-	// changed.
+	// Earlier is the time of the last data message from the peer's address under a session that we
+	// do not have. Such a session was made before the peer was added to this tunnel, or before the
+	// peer's key changed.
 	Earlier time.Time
 	// RelayedOtherKey and RelayedRefused are OtherKey and Refused for handshakes that the relays of
 	// our Services pass on. They are the same for all peers, because any sender may use a relay.
@@ -149,8 +149,8 @@ func (p *peer) checkSession(now time.Time) {
 	(*f)(p.key)
 }
 
-// recordAnswer records that the device answers a handshake, which index identifies: by a response
-// or, under load, by a cookie.
+// recordAnswer records that the device answers the handshake with this index. The answer is a
+// response or, under load, a cookie.
 func (t *Tunnel) recordAnswer(index uint32, to conn.Endpoint) {
 	p := t.placeAt(to.DstIP())
 	if p == nil {

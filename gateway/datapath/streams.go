@@ -27,8 +27,8 @@ const (
 	StreamRate  = 8000 // per second
 	StreamBurst = 1000
 
-	// streamBuffer is the size in octets of a connection's buffer in each direction. At a round trip
-	// of 100 ms it allows 640 kB a second.
+	// streamBuffer is the size in octets of a connection's buffer in each direction. With a
+	// round-trip time of 100 ms it allows 640 kB a second.
 	streamBuffer = 64 << 10
 
 	// streamTimeout is the time after which a connection ends if the other end acknowledges nothing.
@@ -36,13 +36,13 @@ const (
 	// streamClosing is the time that Close waits for the other end before it resets the connection.
 	streamClosing = time.Second
 
-	// streamsOpening is the maximum number of unfinished TCP handshakes of all peers. The caller of
-	// Accept must limit those of each peer.
+	// streamsOpening is the maximum number of unfinished TCP handshakes of all peers. The function
+	// accept of OpenStreams must limit those of each peer.
 	streamsOpening = 4096
 )
 
-// Streams makes TCP connections between the in-process endpoint and the gateways of those peers
-// for which Peer.Streams is set. No other host can reach it: a segment is accepted only if it was
+// Streams makes TCP connections between the in-process endpoint and the gateways of those peers for
+// which Peer.Streams is set. No other host can connect: a segment is accepted only if it was
 // encrypted with the peer's key and comes from an address of the peer's gateway. Streams has its
 // own TCP/IP stack, so connections do not delay connection checks or ICMP.
 type Streams struct {

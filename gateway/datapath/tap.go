@@ -59,7 +59,7 @@ type tap struct {
 	before   natengine.Tuple
 	headers  int  // octets of headers in the packet
 	fragment bool // the packet is a fragment; inbound, NAT may turn it into the complete datagram
-	wanted   bool // the capture wants the packet that passed the engine last, and so its segments
+	wanted   bool // the capture selects the last packet that passed the engine, and therefore its segments
 
 	view   packet.View
 	small  [tapHead]byte
@@ -67,7 +67,7 @@ type tap struct {
 		commentKey
 		comment string
 	}
-	last struct { // cached result of wantsEnds, because packets of a flow mostly follow each other
+	last struct { // cached result of wantsEnds, because consecutive packets often belong to one flow
 		to     *captured
 		tuple  natengine.Tuple
 		wanted bool
@@ -92,8 +92,9 @@ func (p *tap) saveHeaders(v *packet.View) {
 	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
 }
 
-// showTranslated shows a packet before and after the engine. segments is the number of packets that
-// it has in the tunnel. tail holds the payloads of the second and later packets of a run.
+// showTranslated shows a packet before and after the engine. segments is the number of packets in
+// the tunnel that it corresponds to. tail holds the payloads of the second and later packets of a
+// run.
 func (p *tap) showTranslated(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before
@@ -191,7 +192,7 @@ func (p *tap) newComment(verdict natengine.Verdict, drop natengine.Drop, after n
 		fmt.Fprintf(&b, "; destination %s becomes %s", endText(p.before.Dst), endText(after.Dst))
 	}
 	if segments > 1 {
-		fmt.Fprintf(&b, "; superpacket of %d", segments)
+		fmt.Fprintf(&b, "; superpacket of %d segments", segments)
 	}
 	switch {
 	case drop != natengine.DropNone:
@@ -301,8 +302,8 @@ func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byt
 }
 
 // showInner shows an outbound packet in its form inside the tunnel, and reports whether the capture
-// wants it. translated is true if the packet is a part of the packet that passed the engine last;
-// then showInner does not check the packet's ends again.
+// selects it. translated is true if the packet is a part of the last packet that passed the engine.
+// If the capture selected that packet, showInner does not check the ends again.
 func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bool {
 	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {
@@ -311,8 +312,9 @@ func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bo
 	return wanted
 }
 
-// wantsInner reports whether the capture wants a packet inside the tunnel, and returns the length
-// of its headers. known is true if it is already known that the capture wants the packet's ends.
+// wantsInner reports whether the capture selects a packet inside the tunnel, and returns the length
+// of its headers. If known is true, the capture selects the packet's ends, and wantsInner does not
+// check them.
 func (p *tap) wantsInner(peer *natengine.PeerState, b []byte, known bool, now time.Duration) (headers int, wanted bool) {
 	c := p.to
 	if !c.WantsPeer(peer) || !c.WantsDrop(natengine.DropNone) || p.view.Parse(b, packet.ChecksumComplete) != nil {
@@ -333,7 +335,7 @@ func (p *tap) addInner(peer *natengine.PeerState, b []byte, headers int) {
 	p.add(capture.Tunnel, len(b), preposition+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
 }
 
-// wantsEnds reports whether the capture wants the ends of the parsed packet, either before or
+// wantsEnds reports whether the capture selects the ends of the parsed packet, either before or
 // after NAT.
 func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	c, v := p.to, &p.view
@@ -387,7 +389,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, endpo
 	table := t.peers.Load()
 	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
-	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // without this test, a flood of unknown senders would cost a search of all peers each
+	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // search all peers only then, so that a flood from unknown sources costs little
 		for p, addr := range table.addrs {
 			if addr == endpoint.DstIP().Unmap() {
 				peer = p.state

@@ -379,7 +379,7 @@ func superpacketIsCaptured(t *testing.T) bool {
 	counts := make(map[string]int)
 	for _, r := range sent {
 		counts[r.place]++
-		if r.place == "before-nat" && (r.length != 40+45*1380 || !strings.Contains(r.comment, "superpacket of 45")) {
+		if r.place == "before-nat" && (r.length != 40+45*1380 || !strings.Contains(r.comment, "superpacket of 45 segments")) {
 			t.Errorf("%v", r)
 		}
 	}

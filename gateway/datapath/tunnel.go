@@ -1,5 +1,5 @@
-// Package datapath carries packets between the hosts of this cluster and the peers. It has one
-// path in each direction. A single goroutine handles a packet on its whole path.
+// Package datapath carries packets between the hosts of this cluster and the peers. It has one path
+// in each direction. One goroutine handles a packet from the first step to the last.
 //
 //	outbound.go  Link ─ read ─► parse ─► NAT ─► segment ─┐
 //	                 ▲ packets of Local                  └─► seal ─► send ─► Wire      seal.go
@@ -139,8 +139,8 @@ func (t *Tunnel) logger() *device.Logger {
 	}}
 }
 
-// Now returns the monotonic time since New. The engine's clock has this value, so pass it to Sweep
-// and Trace of the engine.
+// Now returns the monotonic time since New. The Tunnel passes this time to the engine. So it must
+// also be the argument of the engine's Sweep and Trace.
 func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 
 // stamp converts a time to the form in which peers store it. It never returns 0, which means never.
@@ -190,8 +190,8 @@ func (t *Tunnel) listen(port uint16) error {
 	return nil
 }
 
-// unlisten closes the wire and waits for its goroutines. No such goroutine ever waits for t.mu or a
-// device, so this cannot deadlock. The caller holds t.mu.
+// unlisten closes the wire and waits for its goroutines. These goroutines never wait for t.mu or a
+// device, so unlisten cannot deadlock. The caller holds t.mu.
 func (t *Tunnel) unlisten() error {
 	if t.port == 0 {
 		return nil
@@ -228,8 +228,8 @@ func (t *Tunnel) SetPort(port uint16) error {
 	return errors.Join(errs...)
 }
 
-// SetMTU sets the size of the largest packet in the tunnel, in octets. Padding never makes a
-// packet larger than that. The caller must set the link's own MTU.
+// SetMTU sets the size of the largest packet in the tunnel, in octets. Padding does not exceed it.
+// The caller must set the link's own MTU.
 func (t *Tunnel) SetMTU(mtu int) {
 	t.mtu.Store(int64(mtu))
 	if t.local != nil {

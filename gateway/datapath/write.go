@@ -86,7 +86,7 @@ func (w *writer) handleRun(peer *natengine.PeerState, run *packet.Run) {
 		w.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
 		// Deliver the packets one by one, because the endpoint's stack cannot handle superpackets.
 		w.each(v.Peer, run, func(p []byte) { w.deliver(v.Peer, p) })
-	case natengine.Discard: // the engine has counted one packet of the run; count the others
+	case natengine.Discard: // the engine has counted only one packet of the run, so count the others
 		for range run.Segments - 1 {
 			w.t.engine.Count(v.Peer, natengine.Inbound, v.Drop)
 		}

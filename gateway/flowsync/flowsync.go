@@ -6,8 +6,8 @@
 //	active, as it ends ──────► standby      packets that nodes still send to it
 //
 // All gateways of an installation share the WireGuard private key. Both ends of a connection prove
-// that they have a key derived from it. When the private key is replaced, gateways reconnect with
-// the next key and keep their copies.
+// that they have a key derived from the private key. When the private key is replaced, gateways
+// reconnect with the next key and keep their copies.
 package flowsync
 
 import (
@@ -29,8 +29,9 @@ const (
 	// adoptMost is the maximum time that a new active gateway waits until it has adopted its copy,
 	// because adopting a million flows takes seconds.
 	adoptMost = 250 * time.Millisecond
-	// A standby is unready while it waits for the flows of the active gateway, but at most for
-	// listMost after its start: an active gateway that cannot send flows must not block an update.
+	// A standby is unready until it has the flows of the active gateway, but at most for listMost
+	// after its start. Otherwise an active gateway that cannot send its flows would block an update
+	// of the Deployment.
 	listMost = 10 * time.Second
 )
 
@@ -88,17 +89,17 @@ func (t *table) remove(peer string, f natengine.Flow) {
 // active gateway's flows. While it is active, they are its own. Methods may be called concurrently.
 type Keeper struct {
 	mu      sync.Mutex
-	running Flows // of this gateway while it is active; nil: it is a standby
+	running Flows // flows of this gateway while it is active; nil while it is a standby
 	changes int   // number of calls of Activate and Deactivate
 	copy    table
-	fresh   *table    // incomplete table of a connection that still sends its list of all flows; nil: none
+	fresh   *table    // table of the connection whose list of all flows is not complete yet; nil: none
 	began   time.Time // when the Keeper was made
 	listed  bool      // a complete copy has been received from the active gateway
 	heard   time.Time // when copy was last up to date; at first, when the Keeper was made
 	counts  Counts
 
 	followers map[*queue]bool // queues of the connections on which each change is sent
-	adopted   bool            // Activate has adopted the copied flows, or has stopped waiting for that
+	adopted   bool            // the copied flows are adopted, or adoptMost has passed
 	held      heldPackets
 }
 
@@ -108,8 +109,8 @@ func NewKeeper() *Keeper {
 	return &Keeper{began: now, heard: now, followers: make(map[*queue]bool)}
 }
 
-// Ready returns an error while this gateway has not received the flows of the active one, but
-// only for listMost from its start. The error keeps an update of the Deployment from ending the
+// Ready returns an error until this gateway has received the flows of the active one, but at most
+// for listMost after its start. Because of the error, an update of the Deployment does not end the
 // active gateway before a standby has its flows.
 func (k *Keeper) Ready() error {
 	k.mu.Lock()
@@ -134,14 +135,14 @@ type Counts struct {
 	Omitted uint64                    // flows left out of the copy because of MaxFlows
 
 	Relayed   uint64 // packets relayed by the previous gateway that this one passed to its tunnels
-	Unrelayed uint64 // packets relayed by the previous gateway that were dropped here: too many, too old, or incomplete
-	Unsent    uint64 // packets dropped here instead of being relayed: a connection had no room, or ended
+	Unrelayed uint64 // packets relayed by the previous gateway that this one dropped: too many, too old, or incomplete
+	Unsent    uint64 // packets that this gateway should have relayed but dropped, because a connection had no room or ended
 }
 
 // Activate makes this gateway the active one. flows are the flows of its engine. Activate adds the
-// copied flows to them, established ones first, and later the flows that still arrive on open
-// connections. It returns the number of adopted flows when all copied ones are adopted. If that
-// takes longer than adoptMost, it returns earlier, and adoption continues in the background.
+// copied flows to the engine, established ones first. Later it adds the flows that still arrive on
+// open connections. It returns the number of adopted flows when all copied ones are adopted. If
+// that takes longer than adoptMost, it returns earlier, and adoption continues in the background.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted
@@ -280,7 +281,7 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	r.changes, r.active, r.age, r.all, r.table = r.k.changes, active, age, false, table{}
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
-		// Another gateway has become active. It also receives and relays the packets.
+		// Another gateway has become active, so the packets held for the previous one are obsolete.
 		if !r.listOnly && r.from != r.k.held.from {
 			r.k.held = heldPackets{from: r.from}
 		}
@@ -294,7 +295,7 @@ func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
 	defer r.k.mu.Unlock()
 	switch {
 	case r.k.running != nil:
-		if !ended { // an ended flow expires in the engine by itself
+		if !ended { // no need to end the flow here: it expires in the engine
 			r.k.adopt(peer, f)
 		}
 	case ended:
@@ -313,8 +314,8 @@ func (r *receiver) target() *table {
 	return &r.table
 }
 
-// end handles the last frame of a list. The list replaces the copy, except if the list comes from
-// a standby and this Keeper already has a copy.
+// end handles the last frame of a list. A list from the active gateway replaces the copy. A list
+// from a standby is used only if this Keeper has no copy.
 func (r *receiver) end() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -331,7 +332,7 @@ func (r *receiver) end() {
 	r.table = table{}
 }
 
-// beat records that the other end has sent everything that it has so far.
+// beat records that everything that the other end had to send has arrived.
 func (r *receiver) beat() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -341,7 +342,8 @@ func (r *receiver) beat() {
 }
 
 // missedFlows reports whether this gateway became active and then a standby again since the list
-// began. The copy lacks the flows received in between, so the receiver needs a new list.
+// began. The copy lacks the flows that were received while the gateway was active, so the receiver
+// needs a new list.
 func (r *receiver) missedFlows() bool {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()

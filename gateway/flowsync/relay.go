@@ -21,8 +21,8 @@ type parcel struct {
 
 // Relay sends a packet for a peer to all gateways that copy the flows of this one. The gateway that
 // becomes active sends it on to the peer. p starts with the virtio header; Relay copies p and never
-// blocks. It reports whether any gateway copies the flows. For each gateway that cannot get the
-// packet, Counts.Unsent increases.
+// blocks. It reports whether any gateway copies the flows. For each gateway to which the packet
+// cannot be sent, Counts.Unsent increases.
 func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	one := parcel{tunnel: tunnel, p: slices.Clone(p)}
 	k.mu.Lock()
@@ -35,7 +35,7 @@ func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	return len(k.followers) > 0
 }
 
-// follow adds the queue of a connection to those that get the packets of Relay. end removes the
+// follow adds the queue of a connection to the queues to which Relay adds packets. end removes the
 // queue and drops the packets that still wait in it.
 func (k *Keeper) follow(q *queue) (end func()) {
 	k.mu.Lock()

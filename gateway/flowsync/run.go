@@ -32,11 +32,11 @@ const (
 	awaitMost        = time.Second
 )
 
-// Bounds of incoming connections. Clients that have not proved that they have the key must not
-// take the place of gateways, whose addresses come from the API server.
+// Bounds of incoming connections. Clients without the key must not use up the connections of
+// gateways, whose addresses come from the API server.
 const (
 	strangersMost = 8  // connections from addresses that belong to no gateway
-	strangersRate = 10 // such connections accepted per second; limited because a TLS handshake takes CPU time that packets need
+	strangersRate = 10 // such connections accepted per second; few, because a TLS handshake takes CPU time that packets need
 	strangersOnce = 16 // burst of such connections
 	addressMost   = 2  // connections from one address
 )
@@ -57,7 +57,7 @@ type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when each gateway known at the start has sent its flows or has failed
+	settled chan struct{} // closed when each gateway known at the start, except an active one, has sent its flows or has failed
 
 	mu         sync.Mutex
 	config     *tls.Config // nil: the key is not known yet
@@ -73,10 +73,10 @@ func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strangers: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until the gateways known at the start have sent their flows, for at most a second. An
-// active gateway that restarts has lost its flows, but a standby has a copy of them. A standby that
-// has all flows of the active gateway does not wait for further gateways, because a gateway that
-// has ended would never answer.
+// Await waits until the gateways known at the start that are not active have sent their flows, for
+// at most a second. The reason is that an active gateway that restarts has lost its flows, but a
+// standby may have a copy of them. If this gateway has already received all flows of the active
+// gateway, Await does not wait for the others, because a gateway that has ended would never answer.
 func (l *Link) Await(ctx context.Context) {
 	if l.k.hasList() {
 		return

@@ -30,7 +30,7 @@ type queue struct {
 	lost bool
 	wake chan struct{}
 
-	parcels []parcel // sent after the changes in all
+	parcels []parcel // packets to relay, sent after the changes in all
 	octets  int      // total length of parcels
 }
 

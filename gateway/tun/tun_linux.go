@@ -9,8 +9,8 @@
 // the pseudo-header sum. It also accepts such packets. For forwarded traffic hdr_len of that
 // header is unreliable; package packet recomputes it.
 //
-// A reader waits in the runtime's poller, never in poll(2). A blocking system call would hold
-// one of the scheduler's processors until the monitor thread takes it away.
+// A reader waits in the runtime's poller, never in poll(2). A blocking system call would occupy one
+// of the Go scheduler's processors (Ps) until the runtime retakes it.
 //
 // Package gateway opens a Device for each tunnel and owns it. Package datapath reads from it
 // in one goroutine and writes to it in any number of goroutines.
@@ -151,8 +151,7 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		return nil, errors.Join(err, control.close())
 	}
 
-	// The descriptor must not enter the poller earlier: before TUNSETIFF it reports an error
-	// condition.
+	// Add the descriptor to the poller only now: before TUNSETIFF it reports an error condition.
 	file := os.NewFile(uintptr(fd), clonePath)
 	raw, err := file.SyscallConn()
 	if err == nil {
@@ -196,8 +195,8 @@ func setIffError(err error) error {
 	return fmt.Errorf("TUNSETIFF: %w", err)
 }
 
-// probeOffloads enables as many offloads as the kernel accepts. It does not enable TUN_F_TSO_ECN:
-// without it, the kernel itself segments flows in congestion (CWR only in the first segment).
+// probeOffloads enables as many offloads as the kernel accepts. It does not enable TUN_F_TSO_ECN.
+// So the kernel itself segments superpackets with CWR, which only the first segment may have.
 func probeOffloads(fd int, o Options) (Offloads, error) {
 	const tcp = unix.TUN_F_CSUM | unix.TUN_F_TSO4 | unix.TUN_F_TSO6
 	type attempt struct {
@@ -233,8 +232,8 @@ func (d *Device) Read(p []byte, mayBlock bool) (int, error) {
 	if mayBlock {
 		err = d.raw.Read(d.readWait)
 	} else {
-		// This read bypasses the poller, because a deadline that Wake has set must not hide a
-		// packet. Nor may a read that would not have waited use up the deadline.
+		// This read bypasses the poller and its deadline. Otherwise a deadline that Wake has set
+		// would hide a waiting packet, and a read that does not block would use up the deadline.
 		err = d.raw.Control(d.readOnce)
 	}
 	d.readBuf = nil
@@ -244,8 +243,9 @@ func (d *Device) Read(p []byte, mayBlock bool) (int, error) {
 	case d.closed.Load():
 		return 0, os.ErrClosed
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		// This order loses no wake-up. A Wake before the Store has already published its work,
-		// which the caller now looks for. A Wake after the Store sets a new deadline.
+		// This order loses no wake-up. If Wake was called before the Store, the caller now finds
+		// what was published before that Wake. If Wake is called after the Store, it sets a new
+		// deadline.
 		if err := d.file.SetReadDeadline(time.Time{}); err != nil {
 			if d.closed.Load() {
 				return 0, os.ErrClosed
@@ -291,7 +291,7 @@ type writer struct {
 }
 
 func newWriter() *writer {
-	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // the largest batch of WireGuard as one run, and two more
+	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // the largest batch of wireguard-go (128 packets) as one run, and two more
 	w.writev = func(fd uintptr) {
 		for {
 			n, _, errno := unix.RawSyscall(unix.SYS_WRITEV, fd, uintptr(unsafe.Pointer(&w.iovecs[0])), uintptr(len(w.iovecs)))

@@ -77,9 +77,9 @@ type Echo struct {
 	Data    []byte
 }
 
-// ICMPError is an ICMP or ICMPv6 error. Rest is the second word of its header (MTU, pointer,
-// RFC 4884 length). If Extension is set, the quote is padded with zeros to 128 octets or more,
-// Rest includes the RFC 4884 length, and the extension follows the quote.
+// ICMPError is an ICMP or ICMPv6 error. Rest is the second word of its header (MTU, pointer, RFC
+// 4884 length). If Extension is set, Build pads the quote with zeros to at least 128 octets, adds
+// the RFC 4884 length to Rest, and appends the extension.
 type ICMPError struct {
 	Type, Code uint8
 	Rest       uint32

@@ -112,7 +112,7 @@ func Decode(b []byte) (p Packet, err error) {
 // followed by padding. Transport fields that the quote does not contain are zero.
 func DecodeQuote(b []byte) (p Packet, err error) {
 	defer func() {
-		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // truncated within its extension headers
+		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // the IP header or the extension headers are incomplete
 			err = fmt.Errorf("quote cut off: %v", r)
 		}
 	}()

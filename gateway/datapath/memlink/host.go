@@ -40,7 +40,7 @@ const hostNIC = 1
 type HostOptions struct {
 	Addrs []netip.Addr
 	TSO   bool // send TCP superpackets with partial checksums
-	MTU   int  // MTU of the pods' interfaces, at least the link's; 0: the link's
+	MTU   int  // MTU of the pods' interfaces, not less than the link's MTU; 0: equal to the link's MTU
 }
 
 // NewHost returns a Host whose stack is attached to the link. Close detaches it.
@@ -313,9 +313,9 @@ func (e *hostEndpoint) deliver(b []byte) {
 	pkt.DecRef()
 }
 
-// check validates a packet like virtio_net_hdr_to_skb (include/linux/virtio_net.h), and checks
-// the IP lengths. It completes the checksum of a superpacket. As an independent reference it
-// shares only the layout of the header with package packet.
+// check validates a packet like virtio_net_hdr_to_skb (include/linux/virtio_net.h), and checks the
+// IP lengths. It completes the checksum of a superpacket. It is an independent reference: it shares
+// only the layout of the header with package packet.
 func (e *hostEndpoint) check(b []byte) error {
 	if len(b) < packet.VirtioHeaderLen+20 {
 		return fmt.Errorf("packet of %d octets", len(b))
