@@ -7,7 +7,7 @@
 //	go run ./benchmarks/agents -out benchmarks/agents/after.md   # a route agent, all sizes; run it again after an interruption
 //	go run ./benchmarks/agents -role gateway
 //	go run ./benchmarks/agents -sizes 5000:20:1000 -isthmus PATH # nodes:pods of each:peers, another build
-//	go run ./benchmarks/agents -sizes 200:10:1000 -changes granted -repeats 20 -profile DIR # profile one change
+//	go run ./benchmarks/agents -sizes 200:10:1000 -changes "gets networks" -repeats 20 -profile DIR # profile one change
 //
 // Everything runs in a separate network namespace. Costs are CPU time, not wall-clock time: other
 // load on the machine affects them only through the CPU caches. The command needs root, iproute2

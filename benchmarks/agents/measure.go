@@ -325,17 +325,17 @@ func (p *subject) all() []change {
 		return p.api.Delete(ctx, pod, client.GracePeriodSeconds(0))
 	}
 	all := []change{
-		{"a heartbeat of another node", 0, func(ctx context.Context, i int) error {
+		{"another node sends a heartbeat", 0, func(ctx context.Context, i int) error {
 			return p.merge(ctx, node(3), true, map[string]any{"status": map[string]any{"daemonEndpoints": map[string]any{"kubeletEndpoint": map[string]any{"Port": 10250 + i}}}})
 		}},
-		{"a pod elsewhere comes", 0, func(ctx context.Context, i int) error { return addPod(ctx, 4, 200+i) }},
-		{"a pod elsewhere goes", 0, func(ctx context.Context, i int) error { return removePod(ctx, 4, 200+i) }},
-		{"a pod here comes", 0, func(ctx context.Context, i int) error { return addPod(ctx, 0, 200+i) }},
-		{"a pod's link here comes", 0, func(_ context.Context, i int) error {
+		{"a pod is added on another node", 0, func(ctx context.Context, i int) error { return addPod(ctx, 4, 200+i) }},
+		{"a pod is removed on another node", 0, func(ctx context.Context, i int) error { return removePod(ctx, 4, 200+i) }},
+		{"a pod is added on this node", 0, func(ctx context.Context, i int) error { return addPod(ctx, 0, 200+i) }},
+		{"a pod's link is added on this node", 0, func(_ context.Context, i int) error {
 			name := fmt.Sprintf("pod%d", i)
 			return run("ip link add "+name+" type veth peer name "+name+"p", "ip link set "+name+" up", "ip link set "+name+"p up", "ip route add "+podAddr(0, 200+i)+"/32 dev "+name)
 		}},
-		{"a pod's link here goes", 0, func(_ context.Context, i int) error { return run(fmt.Sprintf("ip link del pod%d", i)) }},
+		{"a pod's link is removed on this node", 0, func(_ context.Context, i int) error { return run(fmt.Sprintf("ip link del pod%d", i)) }},
 		{"a node is added", 0, func(ctx context.Context, i int) error {
 			n := p.node(p.nodes + i)
 			n.ManagedFields, n.TypeMeta = nil, metav1.TypeMeta{}
@@ -355,13 +355,13 @@ func (p *subject) all() []change {
 				return b, err
 			})
 		}},
-		{"a peer answers otherwise", 0, func(ctx context.Context, i int) error {
+		{"a peer's answer changes", 0, func(ctx context.Context, i int) error {
 			return p.changeIPAM(ctx, func(b ipam.State) (ipam.State, error) {
 				seen := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i % 2 << 5), 0, 0}), ownPods.Bits())
 				return b.Answered(p.endpoint(0).Spec.ClusterIdentity.ClusterID, seen, netip.Prefix{}), nil
 			})
 		}},
-		{"a peer is granted networks", 5, func(ctx context.Context, i int) error {
+		{"a peer gets networks", 5, func(ctx context.Context, i int) error {
 			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
 			pod, external := remote(p.peers + i)
 			want := ipam.Request{ID: id, WantPod: netip.MustParsePrefix(pod), WantExternal: netip.MustParsePrefix(external)}
@@ -371,7 +371,7 @@ func (p *subject) all() []change {
 				return b, err
 			})
 		}},
-		{"a peer's TunnelEndpoint comes", 5, func(ctx context.Context, i int) error {
+		{"a peer's TunnelEndpoint is created", 5, func(ctx context.Context, i int) error {
 			te := p.endpoint(p.peers + i)
 			te.ManagedFields, te.TypeMeta = nil, metav1.TypeMeta{}
 			if err := p.api.Create(ctx, te); err != nil {
@@ -383,7 +383,7 @@ func (p *subject) all() []change {
 		{"a peer's gateway changes", 5, func(ctx context.Context, i int) error {
 			return p.merge(ctx, te(i), false, map[string]any{"spec": map[string]any{"endpointIP": fmt.Sprintf("198.19.0.%d", i)}})
 		}},
-		{"a peer goes", 5, func(ctx context.Context, i int) error {
+		{"a peer is removed", 5, func(ctx context.Context, i int) error {
 			if err := client.IgnoreNotFound(p.api.Delete(ctx, te(p.peers+i))); err != nil {
 				return err
 			}

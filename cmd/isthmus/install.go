@@ -199,16 +199,16 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 // flags for the other cluster have the prefix "remote-".
 func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, whose string) {
 	flags := cmd.Flags()
-	file, current, short := "that of --kubeconfig", "the current one of --"+prefix+"kubeconfig", ""
+	file, current, timeout, short := "that of --kubeconfig", "the current one of --"+prefix+"kubeconfig", "that of --request-timeout", ""
 	if prefix == "" {
-		file, current, short = "$KUBECONFIG or ~/.kube/config", "the current one", "n"
+		file, current, timeout, short = "$KUBECONFIG or ~/.kube/config", "the current one", "10s", "n"
 	}
 	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+whose+" (default "+file+")")
 	flags.StringVar(&a.Context, prefix+"context", "", "context"+whose+" in the kubeconfig (default "+current+")")
 	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+whose)
 	flags.StringVar(&a.As, prefix+"as", "", "user to impersonate"+strings.Replace(whose, " of ", " in ", 1)+", such as system:serviceaccount:NAMESPACE:NAME")
 	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to impersonate"+strings.Replace(whose, " of ", " in ", 1)+"; may be repeated")
-	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "timeout of one request to the API server"+whose+", such as 30s (default 10s)")
+	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "timeout of one request to the API server"+whose+", such as 30s (default "+timeout+")")
 	completeAccess(cmd, a, prefix)
 }
 

@@ -64,7 +64,7 @@ packets cause exit code 2 only if nothing was sent at all.`,
 			"  isthmus verify --context paris --remote-context oslo --continuous",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if remote.Context == "" && remote.Kubeconfig == "" {
+			if !otherCluster(&local, &remote) {
 				return cli.Usage("want --remote-context, or --remote-kubeconfig: the other cluster")
 			}
 			if continuous && (len(sizes) > 0 || len(o.To) > 0 || output == "junit") {
@@ -93,9 +93,6 @@ packets cause exit code 2 only if nothing was sent at all.`,
 					}
 					o.Sizes[protocol] = sizes
 				}
-			}
-			if remote.Kubeconfig == "" {
-				remote.Kubeconfig = local.Kubeconfig
 			}
 			a, err := connect(local)
 			if err != nil {

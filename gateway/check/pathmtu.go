@@ -18,9 +18,9 @@ import (
 // The size in force, which the RFC calls PLPMTU, is the size of an IP packet in the tunnel. The
 // search differs from the RFC in three ways. A search starts with the largest size rather than the
 // base, because a TCP connection keeps the segment size with which it starts. Several sizes are
-// probed at once, in a round, because a probe carries no user data. Half a minute after the size in
-// force was lowered, larger sizes are probed again. If they do not pass, the next attempt is ten
-// minutes later.
+// probed at once, in a round, because a probe carries no user data. While the size in force is not
+// the largest, larger sizes are probed every half minute, or every ten minutes if the size was
+// lowered twice within ten minutes.
 const (
 	// pathTimeout plus the round-trip time is PROBE_TIMER (RFC 8899, section 5.1.1), after which a
 	// round ends. The last message of a round is small. If it is answered, the round ends earlier,
@@ -35,7 +35,8 @@ const (
 	// to 100 peers, the size of each is confirmed in each interval.
 	pathRate = 50
 
-	// PMTU_RAISE_TIMER is pathRaise, or pathRaiseMost after a raise has failed.
+	// PMTU_RAISE_TIMER is pathRaise, or pathRaiseMost if the size in force was lowered twice within
+	// pathRaiseMost.
 	pathRaise     = 30 * time.Second
 	pathRaiseMost = 10 * time.Minute
 

@@ -76,7 +76,7 @@ func TestManagerHandlesManyPeerings(t *testing.T) {
 
 	one, _ := w.peer("the first peer", first, 0)
 	profiled := w.profile("come")
-	w.peer("the many", most, 0)
+	w.peer("many peers are added", most, 0)
 	profiled()
 	before, so := w.home.load(), number-later
 	t.Logf("%d peerings: %v; %.1f goroutines for each", so, before, float64(before.goroutines-p.goroutines)/float64(so))
@@ -520,11 +520,11 @@ func (w *world) waitRestarted(began time.Time, number int) {
 	w.settle()
 	u, asked := w.home.load(), w.audits.next()
 	w.t.Logf("restart: leader after %.2f s, at all %d peers after %.2f s, %v", leads.Seconds(), number, looked.Seconds(), u)
-	w.figure("it starts again: CPU, s", "%.2f", u.cpu.Seconds())
-	w.figure("it starts again: all looked at after, s", "%.1f", looked.Seconds())
+	w.figure("restart: CPU, s", "%.2f", u.cpu.Seconds())
+	w.figure("restart: all peers reconciled after, s", "%.1f", looked.Seconds())
 	w.t.Logf("restart: %s", asked.dividedBy(1))
 	all, leases := asked.refused()
-	w.figure("it starts again: requests that are told to wait, of them for its Lease", "%s", fmt.Sprintf("%d, %d", all, leases))
+	w.figure("restart: throttled requests, of them for the Lease", "%s", fmt.Sprintf("%d, %d", all, leases))
 	if leases > 0 {
 		w.t.Errorf("a manager that is started among %d peerings is told to wait with its Lease", number)
 	}
