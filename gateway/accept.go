@@ -24,8 +24,8 @@ func (l *loop) update(u update) {
 			if reflect.DeepEqual(u.config.PodNetwork, l.now.config.PodNetwork) && u.config.Gateway.Site.Equal(l.now.config.Gateway.Site) {
 				return
 			}
-			// Only Nodes, Pods and the addresses that peers' gateways must not use have changed, so
-			// the rules and peers stay.
+			// Nothing has changed except Nodes, Pods and the addresses that peers' gateways must
+			// not use. So the rules and peers stay.
 			l.now.config = u.config
 			l.publish()
 			l.reapply(false)
@@ -47,7 +47,7 @@ func (l *loop) update(u update) {
 	}
 }
 
-// unjoin splits an error that errors.Join made, however deeply nested, into its parts.
+// unjoin returns the errors that errors.Join has joined in err, including those in nested joins.
 func unjoin(err error) []error {
 	if j, ok := err.(interface{ Unwrap() []error }); ok {
 		var all []error
@@ -70,7 +70,7 @@ func errorAttrs(err error) []any {
 }
 
 // accept validates a configuration and applies all of it. If it returns an error, nothing has
-// changed. Parts that the kernel or the tunnels refuse are recorded in applyErr instead.
+// changed. Errors of the kernel and of the tunnels are not returned, but recorded in applyErr.
 func (l *loop) accept(c Config) error {
 	gw := c.Gateway
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
@@ -111,7 +111,7 @@ func (l *loop) accept(c Config) error {
 		l.adopt()
 	}
 	l.put(&survey)
-	l.now.generation++ // incremented last: whoever sees the new generation may rely on the whole configuration
+	l.now.generation++ // incremented last, so that a reader that finds the new generation can rely on the whole configuration
 	l.now.reloaded = time.Now()
 	l.publish()
 	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))

@@ -23,7 +23,7 @@ type Cause struct {
 	Text   string
 }
 
-// The maximum ages of an observation that counts as evidence.
+// An observation that is older than these ages is not evidence.
 const (
 	// packetAge applies to events that a live peer causes every two seconds, such as PINGs.
 	packetAge = 6 * time.Second
@@ -33,15 +33,15 @@ const (
 	handshakeAge = 20 * time.Second
 )
 
-// evidence holds the observations of one peer from which its Cause follows.
+// evidence holds the observations of one peer that determine its Cause.
 type evidence struct {
 	now        time.Time
 	check      check.Result
 	endpoint   netip.AddrPort // current endpoint of the peer; zero: none yet
-	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
+	hidden     bool           // endpoint is the address of a node that forwards messages for our Service, so the peer's own address is hidden
 	configured string         // endpoint in the configuration
-	unresolved error          // reason why configured has no address, or an outdated one; nil: it has one
-	failed     error          // error of applying the peer's part of the configuration, or a part for all peers; nil: none
+	unresolved error          // reason why the address of the configured endpoint is unknown or outdated; nil: it is current
+	failed     error          // error of applying the configuration of this peer, or configuration that concerns all peers; nil: none
 	handshake  time.Time      // when the present session was made; zero: never
 	heard      time.Time      // when the last authentic message arrived; zero: never
 	signs      datapath.Signs
@@ -52,7 +52,7 @@ type evidence struct {
 	remote, local       ranges
 }
 
-// ranges are the two networks of a cluster that a Cause's sentence names.
+// ranges holds the two networks of a cluster that appear in the text of a Cause.
 type ranges struct{ pods, external netip.Prefix }
 
 func (n ranges) String() string { return fmt.Sprintf("%v and %v", n.pods, n.external) }
@@ -74,9 +74,9 @@ func (e *evidence) cause() Cause {
 	if e.hidden {
 		source = e.configured + " (our Service hides the source address of its packets)"
 	}
-	connected := e.recent(e.heard, packetAge) // a session exists, so failed handshakes explain nothing
-	// PINGs from the peer use addresses that both sides agree on. If they arrive, packets dropped
-	// for other addresses come from single pods and do not explain missing answers.
+	connected := e.recent(e.heard, packetAge) // messages arrive in a session, so failed handshakes explain nothing
+	// If PINGs arrive, the clusters agree about addresses. Then packets that were dropped because
+	// of their address come only from individual pods, and are not the reason for missing answers.
 	agreed := e.recent(e.check.Asked, packetAge)
 	switch {
 	case e.failed != nil:
@@ -133,8 +133,9 @@ func (e *evidence) cause() Cause {
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
-// relayedHint returns a second explanation to append to a message, or nothing. If handshakes with a
-// wrong key arrive through a Service, any of the unconnected peers may have sent them.
+// relayedHint returns a second explanation to append to a message, or an empty string. If
+// handshakes with a wrong key arrive through a Service, any of the unconnected peers may have sent
+// them.
 func (e *evidence) relayedHint() string {
 	if !e.recent(e.signs.RelayedOtherKey, handshakeAge) && !e.recent(e.signs.RelayedRefused, handshakeAge) {
 		return ""
@@ -157,7 +158,7 @@ func kernelText(err error) string {
 	return err.Error()
 }
 
-// sendRemedy returns advice for an error that the kernel returned for a sent message.
+// sendRemedy returns advice for an error that the kernel returned when a message was sent.
 func sendRemedy(err error) string {
 	switch {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
@@ -182,8 +183,8 @@ func failedOf(id string, failed error) error {
 	return errors.Join(matching...)
 }
 
-// hidden reports whether a tunnel's endpoint is an address of our own Service's relay, which hides
-// the peer's address.
+// hidden reports whether an endpoint is the address of a node that forwards messages for our
+// Service. Such a node hides the peer's own address.
 func (g *gateway) hidden(endpoint netip.AddrPort) bool {
 	return endpoint.IsValid() && g.resolver.relaysFrom(endpoint.Addr())
 }

@@ -53,7 +53,8 @@ func (l labels) with(pairs ...string) labels {
 type scrape struct {
 	families map[*family]*dto.MetricFamily
 
-	// Unused parts of larger allocations, from which each series takes its structs.
+	// Structs that were allocated in advance and are not used yet. Each new series takes its
+	// structs from these slices.
 	metrics  []dto.Metric
 	gauges   []dto.Gauge
 	counters []dto.Counter
@@ -63,8 +64,8 @@ type scrape struct {
 // scrapeChunk is the number of series that share one allocation.
 const scrapeChunk = 512
 
-// next returns a pointer to the next unused element of the slice rest. If none is left, it
-// allocates scrapeChunk new ones.
+// next removes the first of the unused elements in rest, and returns a pointer to it. If none is
+// left, it allocates scrapeChunk new ones.
 func next[T any](rest *[]T) *T {
 	if len(*rest) == 0 {
 		*rest = make([]T, scrapeChunk)

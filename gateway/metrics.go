@@ -17,10 +17,10 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// metrics are the gateway's Prometheus series. Most are read from live counters at each scrape,
-// so that a peer's series vanish with the peer. "Receive" and "inbound" mean from the tunnel,
-// "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info has
-// its name.
+// metrics are the gateway's Prometheus series. Most are read from live counters at each scrape, so
+// that a peer's series vanish with the peer. "Receive" and "inbound" mean from the tunnel,
+// "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info has the
+// peer's name.
 //
 // There may be a thousand peers, so the number of series for each is kept small. A series of
 // drops, events or results appears with its first count. Port series exist only for the address

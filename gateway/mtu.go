@@ -124,10 +124,10 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 
 // measure determines the MTU of the tunnel and, in peers, the MTU towards each peer. If c sets no
 // MTU, measure derives it from the kernel's path MTU to the peer's current address or, if the peer
-// has none, to its configured one. The kernel's value includes reports by routers on the path,
-// which the kernel discards after ten minutes without an event. So if remeasure is true, measure
-// queries the kernel for every peer. Otherwise it does so only for peers whose address has changed.
-// A peer whose path silently drops packets of that size gets a smaller MTU
+// has none, to its configured one. The kernel's value includes reports by routers on the path. The
+// kernel discards a report after ten minutes, and sends no event then. So if remeasure is true,
+// measure queries the kernel for every peer. Otherwise it does so only for peers whose address has
+// changed. A peer whose path silently drops packets of that size gets a smaller MTU
 // (check.Monitor.NarrowPaths).
 func (l *loop) measure(c Config, peers []peer, remeasure bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {

@@ -11,10 +11,10 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A peer is the control loop's state of one peer. Only the loop creates peers. To change a peer, it
-// stores a modified copy, because other goroutines read the peers that publish has made available.
-// The engine, the tunnels, the connection checks and the resolver have data of their own about a
-// peer; a view joins all of it.
+// A peer is the control loop's state of one peer. Only the loop creates peers. The loop never
+// modifies a peer, but replaces it by a modified copy, because after publish other goroutines read
+// the peers. The engine, the tunnels, the connection checks and the resolver have data of their own
+// about a peer; a view joins all of it.
 type peer struct {
 	*fabric.GatewayPeer                  // desired state; replaced when it changes, never modified
 	session             session          // in tunnel 0
@@ -22,11 +22,11 @@ type peer struct {
 	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
 	refused             bool             // the resolver gave up the address in use, so no more packets may be sent there
 	queried             netip.Addr       // address to which the kernel's path MTU was last queried; zero: none
-	kernel              int              // the result of that query in octets; 0: no path
+	kernel              int              // path MTU that this query returned, in octets; 0: no route
 	pathInner           int              // largest packet in the tunnel that the kernel's path MTU allows, in octets
 	mtu                 int              // largest packet to the peer; less than pathInner if the path silently drops larger ones
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
-	forgotten           bool             // the tunnels were made to forget its endpoint, so it must be set again
+	forgotten           bool             // the loop has called Forget for it in the tunnels, so its endpoint must be set again
 	preshared           datapath.PresharedKeys
 	keyed               time.Time // when the preshared key last changed; zero: never
 	rekeyed             time.Time // when a new preshared key last started a handshake

@@ -55,7 +55,7 @@ type resolver struct {
 }
 
 // sources are the addresses from which messages of peers may come: addresses that a peer's gateway
-// can have, addresses from which Services relay, and the addresses in the field exempt.
+// can have, addresses of relays (see relaysFrom), and the addresses in the field exempt.
 type sources struct {
 	index  *fabric.SiteIndex
 	exempt map[netip.Addr]bool // literal endpoints of peers, and addresses that the resolver gave up
@@ -152,7 +152,8 @@ func (r *resolver) allowed(addr netip.Addr) bool {
 	return s.index.CheckSource(addr) == "" || s.exempt[addr.Unmap()]
 }
 
-// relaysFrom reports whether Services relay messages of peers from an address.
+// relaysFrom reports whether an address is that of a relay: a node of this cluster that forwards
+// messages for the gateway's Service, and replaces their source by its own address.
 func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().index.RelaysFrom(addr) }
 
 // recheck checks a location against the Site: it gives up an address in use that the Site refuses,

@@ -100,7 +100,7 @@ type PeerStatus struct {
 
 	Endpoint   string         `json:"endpoint,omitempty"` // address and port to which packets are sent now
 	Configured string         `json:"configuredEndpoint"`
-	Hidden     bool           `json:"sourceHidden,omitempty"`    // Endpoint is an address of our own Service's relay
+	Hidden     bool           `json:"sourceHidden,omitempty"`    // Endpoint is the address of a node that forwards messages for our Service, so the peer's own address is hidden
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured endpoint
 	PublicKey  string         `json:"publicKey"`
 	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our public key in the present session

@@ -234,8 +234,8 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 }
 
 // applyTunnels brings our ends of all tunnels to their desired state, except for their ports. It
-// updates the connection checks last, because they ping a new peer at once, for which the tunnel
-// must already have the peer.
+// updates the connection checks last: they ping a new peer at once, so the tunnel must have the
+// peer before.
 func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 	for i, e := range g.tunnels {
 		if err := g.apply(i, c, s); err != nil {

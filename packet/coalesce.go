@@ -276,7 +276,7 @@ func (c *Coalescer) close(i int) {
 	c.tags[i], c.open[i] = c.tags[c.opens], c.open[c.opens]
 }
 
-// closeHosts closes every run to whose flow a fragment without ports may belong.
+// v is a fragment without ports. closeHosts closes every run of a flow to which v may belong.
 func (c *Coalescer) closeHosts(v *View) {
 	for i := c.opens - 1; i >= 0; i-- {
 		if sameHosts(&c.runs[c.open[i].run].View, v) {

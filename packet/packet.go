@@ -76,8 +76,8 @@ const (
 	ErrOption                           // IPv4 options with inconsistent lengths
 	ErrSourceRoute                      // IPv4 source route or unfinished IPv6 routing header: the destination is not the final one
 	ErrExtensionHeader                  // IPv6 extension headers that are out of order, cut off or too many
-	ErrTinyFragment                     // first fragment without its whole transport header, or later one that would overwrite it (RFC 1858, 3128, 7112)
-	ErrFragmentRange                    // fragment that is empty, ends beyond 65535, or (unless it is the last) is not a multiple of 8 octets
+	ErrTinyFragment                     // first fragment without its whole transport header, or later fragment that would overwrite that header (RFC 1858, 3128, 7112)
+	ErrFragmentRange                    // fragment that is empty, or ends beyond 65535, or is not the last and has a length that is not a multiple of 8
 	ErrTransportHeader                  // TCP, UDP or ICMP header that is cut off or has an impossible length
 	ErrPartialChecksum                  // partial checksum on a fragment or on a protocol other than TCP and UDP
 	ErrQuote                            // ICMP error that quotes no usable IP header

@@ -26,7 +26,7 @@ func (v *View) SetDst(a netip.Addr) {
 	v.set16(24, a)
 }
 
-// SetSrc4 rewrites the IPv4 source address, in host order. It must only be called if Is4.
+// SetSrc4 rewrites the IPv4 source address, in host order. Call it only for an IPv4 packet.
 func (v *View) SetSrc4(a uint32) {
 	b := v.b[:ipv4Len:ipv4Len]
 	delta := delta32(be.Uint32(b[12:16]), a)
@@ -37,7 +37,7 @@ func (v *View) SetSrc4(a uint32) {
 	}
 }
 
-// SetDst4 rewrites the IPv4 destination address, in host order. It must only be called if Is4.
+// SetDst4 rewrites the IPv4 destination address, in host order. Call it only for an IPv4 packet.
 func (v *View) SetDst4(a uint32) {
 	b := v.b[:ipv4Len:ipv4Len]
 	delta := delta32(be.Uint32(b[16:20]), a)
@@ -48,12 +48,12 @@ func (v *View) SetDst4(a uint32) {
 	}
 }
 
-// SetSrc6 rewrites the IPv6 source address, as two words in host order. It must only be called
-// if not Is4.
+// SetSrc6 rewrites the IPv6 source address, as two words in host order. Call it only for an IPv6
+// packet.
 func (v *View) SetSrc6(hi, lo uint64) { v.set6(v.b[8:24:24], hi, lo) }
 
-// SetDst6 rewrites the IPv6 destination address, as two words in host order. It must only be
-// called if not Is4.
+// SetDst6 rewrites the IPv6 destination address, as two words in host order. Call it only for an
+// IPv6 packet.
 func (v *View) SetDst6(hi, lo uint64) { v.set6(v.b[24:40:40], hi, lo) }
 
 func (v *View) set6(field []byte, hi, lo uint64) {
@@ -218,8 +218,8 @@ func (v *View) pseudoSum(length int) uint64 {
 	return sum + pseudoAddrs(v.b[8:40])
 }
 
-// ValidChecksums verifies the IPv4 header checksum and the transport checksum. A partial
-// transport checksum is compared with the pseudo-header. For a fragment it verifies only the
+// ValidChecksums verifies the IPv4 header checksum and the transport checksum. A partial transport
+// checksum is compared with the sum of the pseudo-header. For a fragment it verifies only the
 // header.
 func (v *View) ValidChecksums() bool {
 	if v.is4 && sumHeader4(v.b[:int(v.b[0]&15)*4]) != 0xffff {

@@ -31,9 +31,10 @@ type View struct {
 //
 // v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful.
 // Parse verifies no checksum: the kernel does that in both directions, and an incremental update
-// keeps a wrong checksum wrong. Parse refuses a source route. With a source route, the destination
-// in the IP header is not the final one, which NAT must translate and the pseudo-header contains. A
-// source route would also bypass the rules of the gateway (RFC 5095, RFC 7126).
+// keeps a wrong checksum wrong. Parse refuses a source route. With a source route, the IP header
+// does not contain the final destination. But NAT must translate that destination, and the
+// pseudo-header contains it. A source route would also bypass the rules of the gateway (RFC 5095,
+// RFC 7126).
 func (v *View) Parse(b []byte, csum ChecksumState) error {
 	if len(b) == 0 {
 		return ErrTruncated
@@ -107,8 +108,9 @@ func options4(o []byte) Error {
 }
 
 // fragment records the offset of a fragment and checks its place in the datagram. headers is the
-// number of octets before the fragmented part that the length field of the reassembled datagram
-// includes. The length of every fragment but the last must be a multiple of 8 (RFC 791, RFC 8200).
+// number of header octets before the fragmented part that count in the length field of the
+// reassembled datagram. The length of every fragment but the last must be a multiple of 8 (RFC 791,
+// RFC 8200).
 func (v *View) fragment(off int, more bool, headers int) Error {
 	size := len(v.b) - int(v.transport)
 	v.fragOff, v.more = uint16(off), more
@@ -269,18 +271,17 @@ func (v *View) Dst() netip.Addr {
 	return netip.AddrFrom16([16]byte(v.b[24:40]))
 }
 
-// Src4 returns the IPv4 source address in host order. It must only be called if Is4.
+// Src4 returns the IPv4 source address in host order. Call it only for an IPv4 packet.
 func (v *View) Src4() uint32 { return be.Uint32(v.b[12:16]) }
 
-// Dst4 returns the IPv4 destination address in host order. It must only be called if Is4.
+// Dst4 returns the IPv4 destination address in host order. Call it only for an IPv4 packet.
 func (v *View) Dst4() uint32 { return be.Uint32(v.b[16:20]) }
 
-// Src6 returns the IPv6 source address as two words in host order. It must only be called if
-// not Is4.
+// Src6 returns the IPv6 source address as two words in host order. Call it only for an IPv6 packet.
 func (v *View) Src6() (hi, lo uint64) { return be.Uint64(v.b[8:16]), be.Uint64(v.b[16:24]) }
 
-// Dst6 returns the IPv6 destination address as two words in host order. It must only be called
-// if not Is4.
+// Dst6 returns the IPv6 destination address as two words in host order. Call it only for an IPv6
+// packet.
 func (v *View) Dst6() (hi, lo uint64) { return be.Uint64(v.b[24:32]), be.Uint64(v.b[32:40]) }
 
 // TTL returns the time to live or hop limit.
@@ -310,9 +311,9 @@ func (v *View) IsFragment() bool { return v.more || v.fragOff != 0 }
 // has no transport header.
 func (v *View) LaterFragment() bool { return v.fragOff != 0 }
 
-// FragmentLen returns the number of octets of its datagram that a fragment carries, from the
-// offset that Fragment returns. In IPv6 they begin after the fragment header and include
-// further extension headers. It returns 0 for a whole packet.
+// FragmentLen returns how many octets of its datagram a fragment carries. In the datagram they
+// begin at the offset that Fragment returns. In an IPv6 fragment they begin after the fragment
+// header, and include further extension headers. It returns 0 for a whole packet.
 func (v *View) FragmentLen() int {
 	at := int(v.transport)
 	switch {

@@ -62,11 +62,11 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
-// FinishInner completes a partial checksum that belongs not to the packet but to a packet inside
-// it, and clears VirtioNeedsCsum. The caller must then parse the outer packet again, as complete.
-// The kernel leaves such a checksum if a pod has its own tunnel (VXLAN, IPIP), because a device
-// with NETIF_F_HW_CSUM can compute a checksum from any offset. The outer checksum, if there is one,
-// is already right for the completed packet (local checksum offload,
+// If a pod has its own tunnel (VXLAN, IPIP), the kernel may leave the checksum of the inner packet
+// partial, because a device with NETIF_F_HW_CSUM can compute a checksum from any offset.
+// FinishInner completes such a checksum and clears VirtioNeedsCsum. The caller must then parse the
+// outer packet again, with ChecksumComplete. The outer checksum, if there is one, is already right
+// for the completed packet (local checksum offload,
 // Documentation/networking/checksum-offloads.rst).
 //
 // b is the outer packet. FinishInner returns ErrVirtioHeader and leaves b unchanged in these

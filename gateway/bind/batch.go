@@ -18,8 +18,8 @@ type Batch struct {
 	// More reports that the last receive call stopped at its limit, so the socket may have more
 	// datagrams.
 	More bool
-	// Lost is the number of datagrams that the kernel dropped because the socket was full, as
-	// reported since Reset. Datagrams that the kernel had joined count as one.
+	// Lost is the number of dropped datagrams that the kernel has reported since Reset. It drops
+	// datagrams while the socket is full. Datagrams that it had joined count as one.
 	Lost uint64
 
 	slab     []byte // nil before the first use
@@ -33,7 +33,7 @@ type Batch struct {
 // received is the result of one recvmsg(2): one datagram, or several that the kernel joined.
 type received struct {
 	from       conn.Endpoint
-	start, end int // the part of slab that Next has not returned
+	start, end int // the octets of slab that Next has not returned
 	segment    int // length of each message except the last; 0 for a single message
 }
 

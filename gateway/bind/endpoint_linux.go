@@ -13,7 +13,7 @@ import (
 
 // endpoint is the remote address of a peer, together with the local address at which the last
 // datagram from it arrived. Replies leave from this local address, because a NAT or firewall in
-// front of the peer expects it. All users share one value per remote address. It is immutable
+// front of the peer expects it. There is one shared value for each remote address. It is immutable
 // except for cleared and refused.
 type endpoint struct {
 	dst     netip.AddrPort

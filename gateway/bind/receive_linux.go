@@ -22,7 +22,7 @@ const maxReceive = 384
 // overflowSpace is the length of the control message of SO_RXQ_OVFL on a 64-bit machine.
 const overflowSpace = 24
 
-// remote is a remote address together with the local address to which it sends.
+// remote is a remote address together with the local address at which its datagrams arrive.
 type remote struct {
 	dst netip.AddrPort
 	src netip.Addr

@@ -130,9 +130,10 @@ func sameSize(bufs [][]byte) int {
 	return n
 }
 
-// refusesGSO reports whether err permits sending the datagrams one by one. EIO means that the
-// device cannot segment. EINVAL and EMSGSIZE mean that a segment exceeds the path MTU; the
-// kernel would fragment a single datagram (__ip_append_data in net/ipv4/ip_output.c).
+// refusesGSO reports whether, after this error, the datagrams should be sent one by one. EIO means
+// that the device cannot segment. EINVAL and EMSGSIZE mean that a segment exceeds the path MTU. The
+// kernel can fragment such a datagram if it is sent alone (__ip_append_data in
+// net/ipv4/ip_output.c).
 func refusesGSO(err error) bool {
 	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE)
 }
@@ -175,8 +176,8 @@ func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) er
 		m.header.Control = &m.control[0]
 	}
 	m.header.SetControllen(control)
-	// Use Control, because RawConn.Write holds a lock for the whole call, and each peer has a
-	// sending goroutine.
+	// Use Control, because RawConn.Write holds a lock for the whole call, and several goroutines
+	// send.
 	err := s.raw.Control(m.try)
 	if err == nil && m.errno == unix.EAGAIN {
 		err = s.raw.Write(m.wait)

@@ -1,4 +1,4 @@
-// Package capture records packets of a gateway, and the reasons of drops, in the format
+// Package capture records packets of a gateway, and the reasons for drops. It writes the format
 // pcapng, which Wireshark and tshark open.
 //
 //	goroutines of the data path ── Add ──► buffer of 1 MiB ── WriteTo ──► reader

@@ -34,7 +34,7 @@ type Options struct {
 	Proto      uint8                 // upper-layer protocol; 0: all. packet.ICMP includes ICMPv6
 	Ends       [2]netip.AddrPort     // both ends of the flow, in either order; the zero Addr matches all addresses, port 0 all ports
 
-	// Snap is the number of octets of each packet that the file keeps. 0 means only the
+	// Snap is the maximum number of octets that the file keeps of each packet. 0 means only the
 	// headers, without any data of a pod.
 	Snap int
 
@@ -259,7 +259,7 @@ func (o *Options) WantsPeer(p *natengine.PeerState) bool {
 	return o.Peer == "" || p != nil && p.ID() == o.Peer
 }
 
-// Narrow reports whether the options select by ends or protocol.
+// Narrow reports whether the options restrict the ends or the protocol.
 func (o *Options) Narrow() bool { return o.Proto != 0 || o.Ends != [2]netip.AddrPort{} }
 
 // WantsEnds reports whether the options select a packet with this protocol and these ends.
@@ -268,8 +268,8 @@ func (o *Options) WantsEnds(t natengine.Tuple) bool {
 	return o.wantsProto(t.Proto) && (matches(a, t.Src) && matches(b, t.Dst) || matches(a, t.Dst) && matches(b, t.Src))
 }
 
-// WantsRemote reports whether the options may select a packet with this remote end, for some
-// local end. NAT does not change the remote end.
+// WantsRemote reports whether the options select a packet with this protocol and remote end for at
+// least one local end. NAT does not change the remote end.
 func (o *Options) WantsRemote(proto uint8, remote netip.AddrPort) bool {
 	return o.wantsProto(proto) && (matches(o.Ends[0], remote) || matches(o.Ends[1], remote))
 }
@@ -278,7 +278,7 @@ func (o *Options) wantsProto(proto uint8) bool {
 	return o.Proto == 0 || o.Proto == proto || o.Proto == packet.ICMP && proto == packet.ICMPv6
 }
 
-// matches reports whether have, an end of a packet, matches want, an end in the options.
+// matches reports whether an end of a packet (have) matches an end in the options (want).
 func matches(want, have netip.AddrPort) bool {
 	return (!want.Addr().IsValid() || want.Addr() == have.Addr()) && (want.Port() == 0 || want.Port() == have.Port())
 }

@@ -25,9 +25,9 @@ const (
 	SessionGone = 195 * time.Second
 
 	awayAfter         = 2 * time.Second // a new peer without a session counts as away after this time
-	fastRate          = 250             // handshakes per second with peers that have had none; more would delay packets
+	fastRate          = 250             // handshakes per second with peers to which none was started before; more would delay packets
 	slowRate          = 20              // handshakes per second with all other peers that are away
-	handshakePatience = 3 * time.Second // maximum wait for an answer; must be shorter than the 5 s after which wireguard-go repeats
+	handshakePatience = 3 * time.Second // maximum wait for an answer; must be shorter than the 5 s after which wireguard-go repeats a handshake
 	handshakesLost    = 8               // use fastRate if at most this many handshakes fail for each answered one
 	handshakesOver    = 8               // seconds over which answers are averaged
 )
@@ -104,8 +104,9 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (st
 // A peer that still has our session must answer within testPatience plus the round trip.
 const testPatience = 300 * time.Millisecond
 
-// TestSession makes the Monitor test a peer that sends under a session that this gateway does not
-// have. It never blocks: if many peers are reported at once, it ignores some.
+// TestSession makes the Monitor test whether a peer still has our session. Call it when the peer
+// sends messages of a session that this gateway does not have. It never blocks: if many peers are
+// reported at once, it ignores some.
 func (m *Monitor) TestSession(key [32]byte) {
 	select {
 	case m.suspects <- key:

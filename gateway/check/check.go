@@ -41,9 +41,9 @@ const (
 	// window is the number of PINGs over which loss is measured: those of the last minute.
 	window = 30
 
-	// slots is the number of turns in an interval; a turn lasts slotTime. Each peer has one turn,
-	// because PINGs to a thousand peers at once would overflow the queue of the in-process endpoint
-	// and delay packets on the same processor.
+	// slots is the number of turns in an interval. A turn lasts slotTime. Each peer is pinged in
+	// one of the turns, because PINGs to a thousand peers at once would overflow the queue of the
+	// in-process endpoint and delay packets on the same processor.
 	slots    = 100
 	slotTime = interval / slots
 	// burst is the number of new peers that are pinged at once. If more peers are added in one
@@ -78,9 +78,9 @@ type Peer struct {
 	// Threshold is the number of intervals without an answer after which the peer counts as lost.
 	// The default is five.
 	Threshold int
-	// BaseMTU and MaxMTU are the bounds of the search for the path MTU: every path should carry
-	// packets of BaseMTU octets in the tunnel, and no path is known to carry more than MaxMTU. If
-	// they are 0, there is no search.
+	// BaseMTU and MaxMTU are the bounds of the search for the path MTU, in octets inside the
+	// tunnel. Every path should carry packets of BaseMTU octets. The search tries no size above
+	// MaxMTU. If both are 0, there is no search.
 	BaseMTU, MaxMTU int
 }
 
@@ -96,9 +96,9 @@ type Result struct {
 	Path     PathMTU
 }
 
-// Unasked reports whether the peer's PINGs do not arrive. A peer that can reach us sends one every
-// two seconds, from the network address of its PodCIDR. If the two sides disagree about that
-// network, this side drops the PINGs, and only this side can detect that.
+// Unasked reports whether no PING of the peer has arrived for ten seconds. A peer that can reach us
+// sends one every two seconds, from the network address of its PodCIDR. If the two sides disagree
+// about that network, this side drops the PINGs, and only this side can detect that.
 func (r *Result) Unasked(now time.Time) bool {
 	last := r.Since
 	if r.Asked.After(last) {
@@ -154,8 +154,8 @@ type Monitor struct {
 	peers    map[string]*peerState
 	bySource map[netip.Addr]*peerState // peers by the source address of their PINGs
 	slots    [slots][]*peerState
-	// answers holds moving averages of the handshakes per second that peers answered and did not
-	// answer (see Sessions).
+	// answers holds two moving averages, in handshakes per second: of the handshakes that peers
+	// answered, and of those that they did not answer (see Sessions).
 	answers struct{ answered, lost float64 }
 }
 
@@ -337,9 +337,9 @@ func (m *Monitor) Peers() []Peer {
 	return all
 }
 
-// send is the goroutine that pings: new peers at once, and every peer once per interval, in the
-// peer's turn. It also looks for peers that have not answered, and sends the probes of the path
-// MTU.
+// send runs in a goroutine of its own. It pings new peers at once, and every peer once per
+// interval, in the peer's turn. It also looks for peers that have not answered, and sends the
+// probes of the path MTU.
 func (m *Monitor) send() {
 	began, turn := time.Now(), 1
 	turns := time.NewTimer(interval)
@@ -431,8 +431,8 @@ func (m *Monitor) pingNew() {
 	m.ping(peers)
 }
 
-// ping pings peers. For a peer that is away it only counts a PING, because a packet would occupy
-// memory until there is a session.
+// ping pings peers. If a peer is away, ping counts a PING without sending it, because the packet
+// would occupy memory until there is a session.
 func (m *Monitor) ping(peers []*peerState) {
 	type ping struct {
 		to   netip.AddrPort

@@ -9,11 +9,11 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// This file contains packetization layer path MTU discovery (RFC 8899) for each peer. The kernel
-// has only the limits that routers report. Probes also detect a path that drops large datagrams
-// silently. A probe is a PING of the connection check that WireGuard pads to a given size
-// (datapath.Port.Send). Every peer answers it, even a Liqo gateway, and the answer is small. So
-// each side measures the direction in which it sends.
+// This file contains packetization layer path MTU discovery (RFC 8899) for each peer. The kernel's
+// path MTU reflects only the limits that routers report. Probes also detect a path that drops large
+// datagrams silently. A probe is a PING of the connection check that WireGuard pads to a given size
+// (datapath.Port.Send). Every peer answers it, even a Liqo gateway. The answer is small, so each
+// side measures only the direction in which it sends.
 //
 // The size in force, which the RFC calls PLPMTU, is the size of an IP packet in the tunnel. The
 // search differs from the RFC in three ways. A search starts with the largest size rather than the
@@ -22,9 +22,9 @@ import (
 // the largest, larger sizes are probed every half minute, or every ten minutes if the size was
 // lowered twice within ten minutes.
 const (
-	// pathTimeout plus the round-trip time is PROBE_TIMER (RFC 8899, section 5.1.1), after which a
-	// round ends. The last message of a round is small. If it is answered, the round ends earlier,
-	// namely pathMoment plus pathTrips round-trip times after its start.
+	// A round ends after PROBE_TIMER (RFC 8899, section 5.1.1), which is pathTimeout plus the
+	// round-trip time. The last message of a round is small. If it is answered, the round ends
+	// already pathMoment plus pathTrips round-trip times after its start.
 	pathTimeout = time.Second
 	pathMoment  = pathTimeout / 5
 	pathTrips   = 4
@@ -45,8 +45,8 @@ const (
 	pathRetry = 5 * time.Second
 
 	// pathSizes is the number of sizes that one round probes besides the largest one, the smallest
-	// one and the one in force. The probes of a round are fewer than the messages that a peer
-	// answers in a second.
+	// one and the one in force. With this value, a round has fewer probes than a peer answers in a
+	// second.
 	pathSizes = 5
 
 	// WireGuard pads a packet to a multiple of padding octets, but never beyond the MTU of the
@@ -231,8 +231,8 @@ func (s *pathSearch) candidates() []int {
 	return steps
 }
 
-// answer records the answer to the message with the time sent, and reports whether that message
-// belongs to the round.
+// answer records the answer to the message that was sent at the given time. It returns false if the
+// round has no such message, or if the message was already answered.
 func (s *pathSearch) answer(sent time.Time) bool {
 	for i := range s.round {
 		if p := &s.round[i]; p.at.Equal(sent) && !p.answered {
@@ -280,8 +280,8 @@ func (s *pathSearch) evaluate(now time.Time, rtt time.Duration) (changed bool) {
 	return s.conclude(round, best, now)
 }
 
-// conclude narrows the bounds of the search. best is the largest size in the round that was
-// answered. conclude reports whether the size in force has changed.
+// conclude narrows the bounds of the search. best is the largest size that was answered in the
+// round, or 0. conclude reports whether the size in force has changed.
 func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (changed bool) {
 	if best != 0 {
 		s.low = max(s.low, s.stepOf(best))

@@ -31,8 +31,8 @@ const (
 
 	// maxSlabs limits the memory of waiting messages to 14 MiB. While all of it is in use, further
 	// messages stay in the socket. Refused messages use no memory, so the limit of a peer's queue
-	// also limits the memory that the peer can use. keptSlabs slabs, enough for a burst of one
-	// connection, are not released afterwards.
+	// also limits the memory that the peer can use. keptSlabs slabs are never released; they are
+	// enough for a burst of one connection.
 	maxSlabs  = 24
 	keptSlabs = 4
 
@@ -99,7 +99,7 @@ func (b *backlog) push(p *peer, w waitingMessage) bool {
 	return true
 }
 
-// limit returns the maximum cost of the queue of p, which may be nil as in push.
+// limit returns the maximum cost of the queue of p. A nil p stands for messages without a peer.
 func (b *backlog) limit(p *peer) int {
 	if p == nil {
 		return unknownLimit

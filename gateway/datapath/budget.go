@@ -14,7 +14,7 @@ import (
 // handshakes. The zero value limits handshakes from all sources without a peer.
 type budget struct {
 	addr   netip.Addr // source of the handshakes; zero: all sources
-	source string     // address and port of a source behind a relay; otherwise empty
+	source string     // address and port of a source that is a relay (see Tunnel.relay); otherwise empty
 	proven bool       // limits only sources that returned a cookie; for cookies, see below
 	cookie bool       // limits the cookies that we send: to addresses of peers if proven is true, otherwise to all other addresses
 
@@ -53,9 +53,9 @@ func (b *budgets) spend(k budget, now time.Time, interval time.Duration, burst i
 }
 
 // peersAt returns the number of peers whose last authentic message came from an address. If there
-// is none, but the address is the configured endpoint of a peer, the result is 1. Anybody may send
-// from the address of a relay. So for a relay the result is the number of peers whose last message
-// came from that address and port.
+// is none, but the address is the configured endpoint of a peer, the result is 1. Messages of any
+// sender can come from the address of a relay. So for a relay the result is the number of peers
+// whose last message came from the same address and port.
 func (t *Tunnel) peersAt(source netip.AddrPort) (n int) {
 	if n = t.locations.atAddr(source.Addr()); n == 0 && t.peers.Load().byAddr[source.Addr()] != nil {
 		n = 1
@@ -75,7 +75,8 @@ func remoteOf(e conn.Endpoint) netip.AddrPort {
 	return netip.AddrPortFrom(e.DstIP().Unmap(), port)
 }
 
-// relay reports whether our Services relay messages from an address.
+// relay reports whether an address belongs to a relay. A relay is a node of this cluster that
+// forwards messages for the gateway's Service, and replaces their source by its own address.
 func (t *Tunnel) relay(addr netip.Addr) bool {
 	relays := t.relays.Load()
 	return relays != nil && (*relays)(addr)
@@ -96,9 +97,9 @@ type location struct {
 	since time.Time
 }
 
-// note records the address and port from which a peer has sent. A peer that moves is counted at
-// its new address only movePause after its last move. Otherwise it could use the budgets of many
-// addresses. If the address is unchanged, note costs one comparison.
+// note records the address and port from which a peer has sent. For movePause after a move, it
+// ignores further moves. Otherwise a peer could use the budgets of many addresses. If the address
+// is unchanged, note costs one comparison.
 func (h *locationCounts) note(p *peer, from conn.Endpoint, now time.Time) {
 	addr := remoteOf(from)
 	if was := p.location.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {

@@ -35,8 +35,8 @@ func (t *Tunnel) Divert(f func(p []byte)) {
 	}
 }
 
-// divert makes a call of Divert return, if there is one: from now on, f gets all packets of the
-// link. divert is called between batches, when no packet is on its way to a peer.
+// divert makes a waiting call of Divert return. From now on, the function passed to Divert gets all
+// packets of the link. divert is called between batches, when no packet is on its way to a peer.
 func (o *outbound) divert() {
 	if d := o.t.diverted.Load(); d != nil {
 		d.once.Do(func() { close(d.begun) })

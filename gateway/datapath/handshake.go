@@ -24,13 +24,13 @@ import (
 //	                  └─ handshakes ─ admit ─┬─ known sources ─┬─► device ─ its messages ─► socket
 //	                                         └─ other sources ─┴─► cookies ─► socket
 //
-// Answering a handshake takes the device as long as processing a hundred packets. Anybody who knows
-// our public key can make the device process an initiation, with a forged source. Therefore
-// addresses of peers have priority, and each has a budget. All other sources share one budget. A
-// message beyond its budget must carry a cookie (section 5.4.7 of the WireGuard paper), which
-// proves that its source is not forged. All of this is checked before a message is queued, so that
-// forged messages do not fill the queues (handshakeStack). The device's own queue is kept so short
-// that the device never demands cookies itself.
+// The device needs as much time to answer one handshake as to process a hundred packets. Anybody
+// who knows our public key can make the device process an initiation, with a forged source.
+// Therefore addresses of peers have priority, and each has a budget. All other sources share one
+// budget. A message beyond its budget must carry a cookie (section 5.4.7 of the WireGuard paper),
+// which proves that its source is not forged. All of this is checked before a message is queued, so
+// that forged messages do not fill the queues (handshakeStack). The device's own queue is kept so
+// short that the device never demands cookies itself.
 
 const (
 	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first stack
@@ -38,7 +38,7 @@ const (
 	// once when this gateway restarts.
 	knownHandshakes = 1024
 	otherHandshakes = 512
-	// At most one in cookieShare places of a stack holds a message that is answered only with a
+	// At most one in cookieShare entries of a stack is a message that is answered only with a
 	// cookie.
 	cookieShare = 4
 	// handshakeBatch is the number of messages that the device receives at once. The device has a
@@ -47,8 +47,8 @@ const (
 	// While more than deviceHandshakes messages wait in the device, it gets no further ones. It
 	// answers messages in order of arrival, and would demand cookies if 128 messages waited.
 	deviceHandshakes = 16
-	// devicePause is the interval at which the length of the device's queue is checked while it is
-	// above deviceHandshakes.
+	// devicePause is the interval at which the length of the device's queue is checked while that
+	// length is above deviceHandshakes.
 	devicePause = time.Millisecond
 
 	// Each budget for handshakes has an interval and a burst. A peer starts one handshake in five
@@ -60,8 +60,8 @@ const (
 	//     in the same way if peers are at the address
 	//   - guest: one for all addresses without a peer that returned a cookie. A handshake from such
 	//     an address must fit both its proven budget and this one.
-	// Behind a relay, each port has budgets of its own, because anybody may send from the relay's
-	// address.
+	// Each port of a relay has budgets of its own, because messages of any sender can come from the
+	// relay's address (see Tunnel.relay).
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
@@ -263,7 +263,7 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peerCount int, now time
 	addr, source := from.DstIP(), from.DstToBytes()
 	if peerCount > 0 {
 		known := budget{addr: addr}
-		if t.relay(addr) { // other senders behind the relay must not use up the budget
+		if t.relay(addr) { // other senders that use the relay must not use up the budget
 			known.source = string(source)
 		}
 		if t.budgets.spend(known, now, knownEvery/time.Duration(peerCount), knownBurst*peerCount) {

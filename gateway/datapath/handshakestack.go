@@ -5,10 +5,10 @@ import "sync"
 // A handshakeStack holds handshake messages for the device. It returns the newest first. When it
 // is full, it drops the oldest.
 //
-// Under overload, a first-in first-out queue would be full of messages that are too old: a peer
-// without an answer starts again after RekeyTimeout, and then an answer to its earlier initiation
-// is worthless. If the device needed longer than RekeyTimeout for a full queue, all its answers
-// would be worthless, and no peer would ever connect.
+// Under overload, a first-in first-out queue would be full of messages that are too old. A peer
+// that gets no answer starts a new handshake after RekeyTimeout, and then an answer to its earlier
+// initiation is worthless. If the device needed longer than RekeyTimeout for a full queue, all its
+// answers would be worthless, and no peer would ever connect.
 //
 // Methods may be called concurrently.
 type handshakeStack struct {
@@ -24,9 +24,9 @@ func newHandshakeStack(size int) *handshakeStack {
 	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, size)}
 }
 
-// push adds a message. If the stack is full, it drops the oldest one. An unproven message may use
-// only a part of the places and never displaces another message. If push dropped a message,
-// it returns that message and true.
+// push adds a message. If the stack is full, push drops the oldest one. If at least one in
+// cookieShare entries is in use, push drops an unproven message instead of adding it. So such a
+// message never displaces another one. If push dropped a message, it returns that message and true.
 func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

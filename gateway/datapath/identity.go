@@ -25,8 +25,8 @@ import (
 // public key its mac1 was made. Any other message belongs to the device that has chosen its
 // receiver index. The probability that two devices choose the same index is 2^-32.
 //
-// So several peers, of different devices, may correspond to one peer of the engine. The one with
-// the newest session encrypts.
+// So one peer of the engine may correspond to several peers here: one of each identity, and retired
+// ones. The one with the newest session encrypts.
 
 // An identity is one static key of ours, with the device that uses it.
 type identity struct {
@@ -88,8 +88,8 @@ func (i *identities) all() []*identity {
 	return []*identity{i.current, i.next}
 }
 
-// lookup returns the keypair and the peer with a receiver index, of any identity (see the
-// function lookup).
+// lookup searches all identities for a receiver index. Its results are those of the function
+// lookup.
 func (t *Tunnel) lookup(index uint32) (*device.Peer, *device.Keypair) {
 	ids := t.ids.Load()
 	dev, k := lookup(ids.current.dev, index)
@@ -182,8 +182,8 @@ func (t *Tunnel) replace(private [32]byte) error {
 	}
 	t.withdraw()
 	// If a peer has our own public key, SetPrivateKey removes that peer. Meanwhile SetPrivateKey
-	// holds the lock of its key and waits for the timers of the peer, and these may wait for the
-	// same lock. So remove such peers first, to avoid the deadlock.
+	// holds the lock of the device's key and waits for the timers of the peer. These timers may
+	// wait for the same lock. So remove such a peer first, to avoid the deadlock.
 	own := t.current()
 	t.filterPeers(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))
@@ -279,7 +279,7 @@ func (t *Tunnel) promote() {
 			table.byDevice[p.dev] = p
 		}
 	}
-	table.byAddr = placesOf(table.addrs, old.byAddr)
+	table.byAddr = signsByAddr(table.addrs, old.byAddr)
 	t.publish(table)
 	t.ids.Store(&identities{current: ids.next})
 	ids.current.dev.Close()
@@ -358,8 +358,8 @@ func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypai
 	return via, k
 }
 
-// follow copies to p the endpoint of the peer with the newest session, among the peers for the same
-// engine peer.
+// Several peers may correspond to the same engine peer. follow copies to p the endpoint of the one
+// with the newest session.
 func (p *peer) follow(table *peerTable) {
 	if len(table.siblings) == 0 {
 		return
@@ -380,8 +380,8 @@ func (s *preshared) current() PresharedKeys {
 
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
-// latestPeer returns the peer with the newest session, among p and the other peers for the same
-// engine peer.
+// Several peers may correspond to the same engine peer as p. latestPeer returns the one with the
+// newest session.
 func (t *peerTable) latestPeer(p *peer, now time.Time) *peer {
 	if len(t.siblings) == 0 {
 		return p
@@ -394,8 +394,8 @@ func (t *peerTable) latestPeer(p *peer, now time.Time) *peer {
 	return p
 }
 
-// octetsReceived returns the number of octets of WireGuard messages from a peer, including those
-// from the former peers that it has replaced.
+// octetsReceived returns how many octets of WireGuard messages came from a peer. This includes
+// octets counted for older entries that p has replaced, for example an entry with an older key.
 func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.ptr(p.dev).Load() }
 
 // octetsSent is the counterpart of octetsReceived for messages to a peer.

@@ -149,8 +149,7 @@ func (in *inbound) room() *slab {
 	return in.slab
 }
 
-// release releases the messages taken from the backlog, and reuses the slabs without waiting
-// messages.
+// release releases the messages taken from the backlog, and reuses slabs in which no message waits.
 func (in *inbound) release() {
 	for i, s := range in.taken {
 		if s.waiting--; s.waiting == 0 && s != in.slab {
@@ -358,10 +357,10 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	}
 }
 
-// refuseReplays refuses the replayed messages of the current run. It returns the endpoint of the
-// last message that is no replay, or nil if all are replays. It also reports whether any message
-// that is no replay is more than a keepalive. It ignores messages that failed decryption, so forged
-// ones do not move the replay window.
+// refuseReplays refuses the replayed messages of the current run. from is the endpoint of the last
+// other message, or nil if all are replays. data reports whether one of the other messages is more
+// than a keepalive. refuseReplays ignores messages that failed decryption, so forged ones do not
+// move the replay window.
 func (in *inbound) refuseReplays(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.ptr(k)

@@ -24,8 +24,8 @@ const (
 	laggardInterval = 100 * time.Millisecond
 	laggardsAtOnce  = 10
 	// laggardPause is the minimum time between two handshakes with a peer. The time grows with each
-	// attempt, up to RekeyTimeout, because a new handshake ends the previous one, whose answer may
-	// take long.
+	// attempt, up to RekeyTimeout, because a new handshake ends the previous one, and the answer to
+	// that one may take long.
 	laggardPause = time.Second
 )
 
@@ -47,8 +47,9 @@ func (t *Tunnel) lookForLaggards() {
 	}
 }
 
-// laggards returns the peers of the next identity, id, that have no session and whose session with
-// the current identity is silent: at most laggardsAtOnce. The caller holds t.mu.
+// laggards returns at most laggardsAtOnce peers of the next identity, id. Each of them has no
+// session with that identity yet, and its session with the current identity is silent. The caller
+// holds t.mu.
 func (t *peerTable) laggards(id *identity, now time.Time) (all []*peer) {
 	for state, others := range t.siblings {
 		p := t.byState[state]
@@ -77,8 +78,8 @@ func (t *peerTable) laggards(id *identity, now time.Time) (all []*peer) {
 	return all
 }
 
-// introduce starts a handshake that the device does not repeat, even within RekeyTimeout of the
-// last one.
+// introduce starts a handshake, even if the last one was started less than RekeyTimeout ago. The
+// device does not repeat this handshake.
 func (p *peer) introduce(table *peerTable) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -91,7 +92,8 @@ func (p *peer) introduce(table *peerTable) {
 	(*peerRetransmit.ptr(p.dev)).Del()
 }
 
-// forgetInitiation lets the device start a handshake even within RekeyTimeout of the last one.
+// forgetInitiation lets the device start a handshake even if the last one was started less than
+// RekeyTimeout ago.
 func (p *peer) forgetInitiation() {
 	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()

@@ -42,7 +42,8 @@ type Local struct {
 	out     turns // packets that the Port sends, by destination
 	closed  atomic.Bool
 
-	// deliver holds this mutex, so that it can attribute the stack's error counters to one packet.
+	// deliver holds this mutex, so that an increase of the stack's error counters belongs to one
+	// packet.
 	delivering sync.Mutex
 }
 
@@ -160,9 +161,9 @@ func (l *Local) attach(wake, overflow func()) {
 	l.link.wake.Store(&wake)
 }
 
-// next copies the next packet that the endpoint sends into p. n is its length, or 0 if there is
-// none. size is the length to which the packet must be padded, or 0. Packets of the Port have
-// priority, because they are few, and peers count as connected only if these packets arrive.
+// next copies to p the next packet that the endpoint sends. n is its length, or 0 if there is none.
+// size is the length to which the packet must be padded, or 0. Packets of the Port have priority,
+// because they are few, and peers count as connected only if these packets arrive.
 func (l *Local) next(p []byte) (n, size int) {
 	// This runs once per batch, so each pop costs only one atomic load if its queue is empty.
 	if d, ok := l.out.pop(); ok {
@@ -222,8 +223,8 @@ func newLocalLink(mtu uint32) *localLink {
 	return &localLink{Endpoint: channel.New(0, mtu, ""), out: turns{perParty: localQueueLen}}
 }
 
-// next copies the next packet that the stack sends into p, and returns its length, or 0 if there
-// is none.
+// next copies to p the next packet that the stack sends. It returns the packet's length, or 0 if
+// there is none.
 func (l *localLink) next(p []byte) int {
 	d, _ := l.out.pop()
 	return copy(p, d.b)

@@ -307,8 +307,8 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	o.readKept(b)
 }
 
-// padded returns p, followed by zeros up to the length padTo if that is set. A packet to be padded
-// is at the beginning of scratch, so padded extends it in place.
+// padded pads p with zeros to padTo octets, but to at most limit octets. If padTo is set, p is at
+// the beginning of scratch, so padded extends it in place.
 func (o *outbound) padded(p []byte, limit int) []byte {
 	if size := min(o.padTo, limit); size > len(p) {
 		clear(o.scratch[len(p):size])

@@ -17,7 +17,7 @@ type peerTable struct {
 	siblings map[*natengine.PeerState][]*peer // peers of the next identity, and retired peers
 	byDevice map[*device.Peer]*peer           // all peers
 	addrs    map[*peer]netip.Addr             // configured endpoint address of each peer
-	byAddr   map[netip.Addr]*place            // records of unexplained messages (signs.go), by configured endpoint address
+	byAddr   map[netip.Addr]*addrSigns        // records of unexplained messages (signs.go), by configured endpoint address
 }
 
 func newPeerTable(peers int) *peerTable {
@@ -29,10 +29,10 @@ func newPeerTable(peers int) *peerTable {
 	}
 }
 
-// A Peer configures a peer of the tunnel: the corresponding peer of the engine, its public key, and
-// its endpoint. A zero Endpoint keeps the present endpoint. If Refused is set, nothing may be sent
-// to the last configured endpoint. Then the tunnel sends nothing to the peer until the peer has
-// sent something, from any address.
+// A Peer is the configuration of one peer of the tunnel. State refers to the corresponding peer of
+// the engine. A zero Endpoint keeps the present endpoint. If Refused is set, nothing may be sent to
+// the last configured endpoint. A peer that has not roamed from there then gets nothing until it
+// has sent something, from any address.
 type Peer struct {
 	State    *natengine.PeerState
 	Key      [32]byte
@@ -132,7 +132,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 		t.place(table, want)
 		table.limitRetired(want.State)
 	}
-	table.byAddr = placesOf(table.addrs, old.byAddr)
+	table.byAddr = signsByAddr(table.addrs, old.byAddr)
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
@@ -146,8 +146,8 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	return errors.Join(errs...)
 }
 
-// member returns the identity's peer for the configuration want, and whether that peer is new. The
-// caller holds t.mu.
+// member returns the peer of an identity for a configuration, and reports whether that peer is new.
+// The caller holds t.mu.
 func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer, isNew bool, err error) {
 	key := device.NoisePublicKey(want.Key)
 	if key == *id.public.Load() {

@@ -55,7 +55,7 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 // A datagram is an entry of a turns queue.
 type datagram struct {
 	at        netip.AddrPort // inbound: source; outbound: destination
-	requester *peer          // outbound: the peer whose message this answers, and whose queue it uses; nil: the queue of the destination address
+	requester *peer          // outbound: the peer to whose message this is the answer; it waits in this peer's queue. nil: it waits in the queue of its destination address
 	b         []byte         // inbound: payload; outbound: complete packet; owned
 	size      int            // outbound: length to which the packet must be padded; 0: no padding
 }
@@ -76,7 +76,7 @@ func (d datagram) party() party {
 
 const (
 	turnsEach = 32   // maximum number of datagrams of one party, unless turns.perParty is set
-	turnsAll  = 4096 // maximum number of datagrams of all parties; each party may queue one beyond it
+	turnsAll  = 4096 // maximum number of datagrams of all parties; beyond it, each party may still queue one
 )
 
 // turns is a fair queue of datagrams. It serves parties in turn and limits the datagrams of each,

@@ -27,7 +27,7 @@ import (
 type PresharedKeys struct {
 	ID  string // identifies Key in Stats
 	Key [32]byte
-	// Previous may also be used while Changing is set, until there is a session with Key.
+	// While Changing is set, handshakes may also use Previous, until there is a session with Key.
 	Previous [32]byte
 	Changing bool
 }
@@ -56,8 +56,8 @@ type preshared struct {
 	settled bool            // the change has ended: only keys.Key is used
 	since   time.Time       // if settled is true, sessions made at this time or later use keys.Key
 	certain *device.Keypair // an older session that also uses keys.Key; may be nil
-	next    [32]byte        // the key that the device uses now
-	sent    [32]byte        // the key of the response that the device sent last
+	next    [32]byte        // the preshared key that the device uses now
+	sent    [32]byte        // the preshared key with which the last response that was sent was made
 	made    keyOfResponse   // a response that the device had made, but not sent, when its key changed
 }
 
@@ -114,7 +114,7 @@ func (s *preshared) settle(grace time.Duration) {
 	s.settled, s.since = true, time.Now().Add(grace)
 }
 
-// recordResponse records that the device sends a response, given its sender index. It then selects
+// recordResponse records that the device sends the response with this sender index. It then selects
 // the key for the next response.
 func (s *preshared) recordResponse(index uint32) {
 	s.mu.Lock()
@@ -142,7 +142,8 @@ func (s *preshared) recordConfirmation(k *device.Keypair) {
 	}
 }
 
-// chooseKey sets the device's key to the one that was used in a response m of the peer.
+// chooseKey sets the device's preshared key to the one with which m, a response of the peer, was
+// made.
 func (s *preshared) chooseKey(private *device.NoisePrivateKey, m []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -159,9 +160,9 @@ func (s *preshared) chooseKey(private *device.NoisePrivateKey, m []byte) {
 	}
 }
 
-// tryKey selects the new key for our next response, after a response of the peer that used the
-// former key. Without this, both sides might use the former key for ever if they start handshakes
-// in turn.
+// tryKey runs after the peer has sent a response that used the former key. It selects the new key
+// for our next response. Without this, both sides might use the former key for ever if they start
+// handshakes in turn.
 func (s *preshared) tryKey() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,8 +171,9 @@ func (s *preshared) tryKey() {
 	}
 }
 
-// handleCrossing handles two handshakes that have crossed. Our last response is void then, and does
-// not show whether the peer has the new key. So the next response uses the same key.
+// handleCrossing handles two handshakes that have crossed. The peer does not use our last response
+// then, so that response does not show whether the peer has the new key. So the next response uses
+// the same key.
 func (s *preshared) handleCrossing() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -179,7 +181,7 @@ func (s *preshared) handleCrossing() {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Previous:
 		s.useKey(s.keys.Previous)
-	default: // the new key; the keys may have changed since that response
+	default: // that response used the new key, or the keys have changed since then
 		s.useKey(s.keys.Key)
 	}
 }
@@ -196,7 +198,8 @@ func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	return id, ok
 }
 
-// chooseKey makes the device use the right preshared key for a response m, before it reads m.
+// If m is a response, chooseKey makes the device use the preshared key with which m was made. Call
+// it before the device reads m.
 func (h *handshakes) chooseKey(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return

@@ -40,8 +40,8 @@ func (p *peer) retire() bool {
 	return true
 }
 
-// retireFor retires the predecessors of the peer fresh, which have former keys, and adds them to
-// the table. The caller holds t.mu.
+// retireFor retires the predecessors of a new peer, which have former keys, and adds them to the
+// table. The caller holds t.mu.
 func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	was := old.byState[fresh.state]
 	if was == nil || was.key == fresh.key {
@@ -66,8 +66,8 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	}
 }
 
-// limitRetired removes the oldest retired peers for one engine peer from the table if there are
-// more than maxRetired. The caller holds t.mu.
+// limitRetired removes the oldest retired peers from the table if one engine peer has more than
+// maxRetired. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
 	for _, p := range slices.Backward(t.siblings[state]) {

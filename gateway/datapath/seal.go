@@ -46,7 +46,7 @@ type sealer struct {
 	// State of the current run.
 	state   *natengine.PeerState
 	peer    *peer           // nil: the tunnel does not have this peer, or not yet
-	via     *peer           // the peer, of any identity, that has the session keypair
+	via     *peer           // the peer that has the session keypair; it may belong to another identity than peer
 	keypair *device.Keypair // nil: packets must wait for a session
 	sealed  [][]byte
 

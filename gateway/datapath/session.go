@@ -63,7 +63,7 @@ type peer struct {
 	retired          atomic.Bool
 	retiredAt        time.Time     // guarded by t.mu
 	replaced         time.Time     // when a session with the new key was first seen; guarded by t.mu
-	received0, sent0 atomic.Uint64 // octets counted by the peers that this one has replaced
+	received0, sent0 atomic.Uint64 // octets counted for older entries that this one has replaced
 
 	introductions int       // number of calls of introduce since the peer fell silent (laggards.go); guarded by t.mu
 	introduced    time.Time // when introduce was last called; guarded by t.mu
@@ -159,7 +159,7 @@ func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
 // send sends messages encrypted with k. The device would send them to the endpoint from which the
 // peer last sent anything, including initiations. But an initiation may come from another gateway
 // of the peer's cluster, which does not have this session. So until the other gateway has confirmed
-// a session of its own, send uses the previous endpoint.
+// a session of its own, but at most for confirmMost, send uses the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	s, at := p.sessionEndpoint.Load(), endpointOf(p.dev)
 	if s == nil || s.session != *keypairRemote.ptr(k) || sameEndpoint(s.endpoint, at) {
@@ -174,8 +174,8 @@ func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	return p.identity.bind.Send(messages, s.endpoint)
 }
 
-// gatewayOf returns the index of a among the addresses of the peer's gateway, or -1 if a is not
-// among them.
+// gatewayOf returns the index of an address among the addresses of the peer's gateway, or -1 if the
+// gateway does not have it.
 func (p *peer) gatewayOf(a netip.Addr) int {
 	if gateway := p.gateway.Load(); gateway != nil {
 		return slices.Index(gateway[:], a)
@@ -288,8 +288,8 @@ func (p *peer) recordAnyReceived() {
 	}
 }
 
-// recordConfirmation imitates the device's own receiver when a session is confirmed, so that the
-// device stops repeating its initiation.
+// recordConfirmation is called when a session is confirmed. Like the device's own receiver, it
+// makes the device stop repeating its initiation.
 func (p *peer) recordConfirmation() {
 	(*peerRetransmit.ptr(p.dev)).Del()
 	peerAttempts.ptr(p.dev).Store(0)
@@ -387,9 +387,10 @@ func (p *peer) beginHandshake() {
 	}
 }
 
-// hurry allows the device to start a handshake within RekeyTimeout of the last one, unless that one
-// has made a session or a limit is reached. It returns the time of the last handshake, and true if
-// another one is allowed. The caller holds mu.
+// hurry lets the device start another handshake before RekeyTimeout has passed since the last one.
+// It does nothing if there is a usable session, or if hurryAfter, hurries or hurriesPerSecond does
+// not permit the handshake. Otherwise it returns the time of the last handshake, and true. The
+// caller holds mu.
 func (p *peer) hurry(now time.Time) (previous time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created
@@ -410,8 +411,8 @@ func (p *peer) hurry(now time.Time) (previous time.Time, hurried bool) {
 	return previous, true
 }
 
-// keepPace keeps the hurried handshake from delaying the device's next one: it sets back the times
-// that the device has recorded. previous is the time of the handshake before the hurried one.
+// A hurried handshake must not delay the device's next one. So keepPace sets back the times that
+// the device has recorded for it. previous is the time of the handshake before the hurried one.
 func (p *peer) keepPace(previous time.Time) {
 	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()

@@ -27,8 +27,9 @@ type Signs struct {
 	// do not have. Such a session was made before the peer was added to this tunnel, or before the
 	// peer's key changed.
 	Earlier time.Time
-	// RelayedOtherKey and RelayedRefused are OtherKey and Refused for handshakes that the relays of
-	// our Services pass on. They are the same for all peers, because any sender may use a relay.
+	// RelayedOtherKey and RelayedRefused are OtherKey and Refused for handshakes that come from
+	// relays (see SetRelays). They are the same for all peers, because messages of any sender can
+	// come from a relay.
 	RelayedOtherKey, RelayedRefused time.Time
 	// Answered is the time when we last answered a handshake of the peer.
 	Answered time.Time
@@ -37,17 +38,17 @@ type Signs struct {
 	UnsentAt time.Time
 }
 
-// refusedAfter is the time without an answer of ours after which a handshake counts as refused.
-// It is long because the device has several workers, and the machine may be busy.
+// If we have not answered a handshake after refusedAfter, it counts as refused. It is long because
+// the device has several workers, and the machine may be busy.
 const refusedAfter = 2 * time.Second
 
 // searchPause is the minimum time between two searches for the peer at an address. With a
 // thousand peers a search takes some ten microseconds.
 const searchPause = 10 * time.Millisecond
 
-// A place records unexplained messages from one configured address. Peers with the same address
-// share a place. All messages that come through a Service share one more place (Tunnel.relayed).
-type place struct {
+// addrSigns records when unexplained messages came from one configured address. Peers with the same
+// address share an addrSigns. Messages from all relays share one more (Tunnel.relayed).
+type addrSigns struct {
 	mu       sync.Mutex
 	otherKey time.Time
 	index    uint32    // sender index of the last handshake for our key
@@ -56,8 +57,8 @@ type place struct {
 	earlier  time.Time // when data of a session that we do not have last arrived
 }
 
-// signs returns the signs that a place has recorded.
-func (p *place) signs(now time.Time) (s Signs) {
+// signs returns the recorded signs. A nil p has none.
+func (p *addrSigns) signs(now time.Time) (s Signs) {
 	if p == nil {
 		return s
 	}
@@ -67,16 +68,17 @@ func (p *place) signs(now time.Time) (s Signs) {
 	return Signs{OtherKey: p.otherKey, Refused: p.refused, Earlier: p.earlier}
 }
 
-// settle records a handshake that has waited too long for an answer as refused. The caller holds
-// mu.
-func (p *place) settle(now time.Time) {
+// If the last handshake has waited too long for an answer, settle records that it was refused. The
+// caller holds mu.
+func (p *addrSigns) settle(now time.Time) {
 	if !p.arrived.IsZero() && now.Sub(p.arrived) > refusedAfter {
 		p.refused = p.arrived
 	}
 }
 
-// placeAt returns the place for a source address, or nil if no peer is configured at that address.
-func (t *Tunnel) placeAt(addr netip.Addr) *place {
+// signsAt returns the addrSigns for a source address. It returns nil if no peer is configured at
+// that address and it is not a relay's.
+func (t *Tunnel) signsAt(addr netip.Addr) *addrSigns {
 	if p := t.peers.Load().byAddr[addr.Unmap()]; p != nil {
 		return p
 	}
@@ -93,7 +95,7 @@ func (t *Tunnel) recordHandshake(m []byte, from conn.Endpoint, ours bool) {
 	if m[0] != device.MessageInitiationType {
 		return
 	}
-	p := t.placeAt(from.DstIP())
+	p := t.signsAt(from.DstIP())
 	if p == nil {
 		return
 	}
@@ -152,7 +154,7 @@ func (p *peer) checkSession(now time.Time) {
 // recordAnswer records that the device answers the handshake with this index. The answer is a
 // response or, under load, a cookie.
 func (t *Tunnel) recordAnswer(index uint32, to conn.Endpoint) {
-	p := t.placeAt(to.DstIP())
+	p := t.signsAt(to.DstIP())
 	if p == nil {
 		return
 	}
@@ -162,28 +164,27 @@ func (t *Tunnel) recordAnswer(index uint32, to conn.Endpoint) {
 		return
 	}
 	p.arrived = time.Time{}
-	// Behind a relay, an answer to one peer explains nothing about another peer.
+	// If the message came from a relay, an answer to one peer explains nothing about another peer.
 	if p != &t.relayed {
 		p.refused, p.otherKey = time.Time{}, time.Time{}
 	}
 }
 
-// placesOf returns a place for each configured address in the map addrs. An address that the map
-// old contains keeps its place.
-func placesOf(addrs map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
-	all := make(map[netip.Addr]*place, len(addrs))
+// signsByAddr returns an addrSigns for each configured address in addrs. It reuses those in old.
+func signsByAddr(addrs map[*peer]netip.Addr, old map[netip.Addr]*addrSigns) map[netip.Addr]*addrSigns {
+	all := make(map[netip.Addr]*addrSigns, len(addrs))
 	for _, addr := range addrs {
 		if !addr.IsValid() || all[addr] != nil {
 			continue
 		}
 		if all[addr] = old[addr]; all[addr] == nil {
-			all[addr] = new(place)
+			all[addr] = new(addrSigns)
 		}
 	}
 	return all
 }
 
-// sendFailure is an error of the kernel when a message was sent, and its time.
+// sendFailure is the error that the kernel returned when a message was sent, and its time.
 type sendFailure struct {
 	err error
 	at  time.Time

@@ -13,8 +13,8 @@ type Stats struct {
 	Handshake time.Time      // when the current session was made, with a monotonic clock reading; zero: never
 	Received  uint64         // octets of WireGuard messages from the peer; Sent: to the peer
 	Sent      uint64
-	// Preshared is true if the current session was made with PresharedKeys.Key of the peer, whose ID
-	// is PresharedID.
+	// Preshared is true if the current session was made with the peer's PresharedKeys.Key.
+	// PresharedID is the ID of that key.
 	Preshared   bool
 	PresharedID string
 	// Own is our public key in the current session, or zero without a session.

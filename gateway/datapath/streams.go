@@ -189,8 +189,8 @@ func (s *Streams) close() {
 	s.link.Endpoint.Close()
 }
 
-// isSegment reports whether a packet is a TCP segment of a stream: to our port, or of a connection
-// to the peer's port.
+// isSegment reports whether a packet is a TCP segment of a stream: a segment to our port, or a
+// segment of a connection to the peer's port.
 func (s *Streams) isSegment(v *packet.View) bool {
 	_, _, _, fragment := v.Fragment()
 	return s != nil && v.Proto() == packet.TCP && !fragment && (v.DstPort() == s.number || v.SrcPort() == s.number)

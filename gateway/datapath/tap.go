@@ -28,17 +28,17 @@ func (t *Tunnel) SetCapture(c *capture.Capture) {
 	t.link.Wake() // the outbound goroutine may be waiting for the first packet of a batch
 }
 
-// captured is a capture with the UDP port for generated headers, which is queried when the capture
-// starts. Querying it later could deadlock, because SetPort may hold the lock while it waits for
-// the calling goroutine.
+// captured is a capture, and the UDP port for the headers that it generates. The port is queried
+// when the capture starts. A later query could deadlock, because SetPort may hold the lock while it
+// waits for the calling goroutine.
 type captured struct {
 	*capture.Capture
 	port uint16
 }
 
 const (
-	// tapHead is the room for the headers of a packet before NAT. An ICMP error, which NAT changes
-	// in more places, fits completely.
+	// tapHead is the room for the headers of a packet before NAT. A complete ICMP error fits,
+	// because NAT also changes the packet that it quotes.
 	tapHead = 2048
 	// tapWhole is the maximum size of packets that are traced completely, not only by their
 	// headers.
@@ -301,9 +301,10 @@ func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byt
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// showInner shows an outbound packet in its form inside the tunnel, and reports whether the capture
-// selects it. translated is true if the packet is a part of the last packet that passed the engine.
-// If the capture selected that packet, showInner does not check the ends again.
+// showInner shows an outbound packet as it is sent inside the tunnel, and reports whether the
+// capture selects it. translated is true if the packet is a segment or fragment of the last packet
+// that passed the engine, or that packet itself. If the capture selected that packet, showInner
+// does not check the ends again.
 func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bool {
 	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {
@@ -389,7 +390,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, endpo
 	table := t.peers.Load()
 	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
-	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // search all peers only then, so that a flood from unknown sources costs little
+	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // search all peers only for a configured address, so that a flood from unknown sources costs little
 		for p, addr := range table.addrs {
 			if addr == endpoint.DstIP().Unmap() {
 				peer = p.state

@@ -44,7 +44,8 @@ type Options struct {
 	Logger *device.Logger
 }
 
-// A Tunnel is the packet path with its WireGuard. Its methods may be called concurrently.
+// A Tunnel is a data path with its own WireGuard keys and UDP port. Its methods may be called
+// concurrently.
 type Tunnel struct {
 	link    Link
 	wire    Wire
@@ -64,8 +65,8 @@ type Tunnel struct {
 	budgets   budgets    // limits of handshakes and cookies
 
 	sourceFilter atomic.Pointer[func(netip.Addr) bool] // reports whether a source of messages is allowed; nil: all are
-	relays       atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
-	relayed      place                                 // signs of messages that came through relays
+	relays       atomic.Pointer[func(netip.Addr) bool] // reports whether an address is that of a relay (SetRelays); nil: there are no relays
+	relayed      addrSigns                             // signs of messages that came through relays
 
 	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: unknown sessions are not reported
 	searched         atomic.Int64                       // when unknownSession last searched for a peer
@@ -75,7 +76,7 @@ type Tunnel struct {
 	diverted atomic.Pointer[diversion] // nil: the link's packets go to peers
 	injected parcels                   // packets from another gateway
 
-	hurry   *rate.Limiter // limits handshakes within RekeyTimeout (peer.hurry)
+	hurry   *rate.Limiter // limits the handshakes that peer.hurry allows
 	waiting atomic.Bool   // some packets wait for a session
 	recheck atomic.Bool   // check the waiting packets: they may have a session now, or have waited too long
 	out     outbound      // state of the outbound goroutine
@@ -92,9 +93,9 @@ type Tunnel struct {
 	closed    bool
 }
 
-// New returns a Tunnel that connects a link, a wire, an engine and, unless it is nil, an
-// in-process endpoint. The Tunnel owns link, wire and local: Close closes them. It carries no
-// packets before Up.
+// New returns a Tunnel that connects a link, a wire and an engine. local is the in-process
+// endpoint, or nil. The Tunnel owns link, wire and local: Close closes them. It carries no packets
+// before Up.
 func New(link Link, wire Wire, engine *natengine.Engine, local *Local, o Options) *Tunnel {
 	return newTunnel(link, wire, engine, local, time.Now(), o)
 }
@@ -240,13 +241,14 @@ func (t *Tunnel) SetMTU(mtu int) {
 // MTU returns the size of the largest packet in the tunnel, in octets.
 func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 
-// SetSources sets the test for the sources of messages. The tunnel drops a message whose source
-// fails the test before it does anything else with the message. The reason is that answers are sent
-// to the source of the last message (roaming), and anybody who has a key may forge a source.
-// Results are cached until the next call of SetSources.
+// SetSources sets the test for the sources of messages. If the source of a message fails the test,
+// the tunnel drops the message at once. The reason is that answers are sent to the source of the
+// last message (roaming), and anybody who has a key may forge a source. Results are cached until
+// the next call of SetSources.
 func (t *Tunnel) SetSources(allowed func(netip.Addr) bool) { t.sourceFilter.Store(&allowed) }
 
-// SetRelays sets the test for addresses from which our own Services relay messages of peers. The
+// SetRelays sets the test for the addresses of relays. A relay is a node of this cluster that
+// forwards messages for the gateway's Service, and replaces their source by its own address. So the
 // source address of a relayed handshake does not identify its sender.
 func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
 

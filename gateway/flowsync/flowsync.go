@@ -26,8 +26,8 @@ const (
 	// keepFor is the time for which a copy stays valid without updates. Most flows expire after the
 	// same time without a packet.
 	keepFor = 5 * time.Minute
-	// adoptMost is the maximum time that a new active gateway waits until it has adopted its copy,
-	// because adopting a million flows takes seconds.
+	// A new active gateway waits until it has adopted its copy, but at most for adoptMost, because
+	// adopting a million flows takes seconds.
 	adoptMost = 250 * time.Millisecond
 	// A standby is unready until it has the flows of the active gateway, but at most for listMost
 	// after its start. Otherwise an active gateway that cannot send its flows would block an update
@@ -46,7 +46,7 @@ type Flows interface {
 	Inject(tunnel int, p []byte)
 }
 
-// A table holds flows: for each peer, the state of each flow by its identity.
+// A table holds the flows of each peer. It maps the identity of a flow to its state.
 type table struct {
 	flows map[string]map[natengine.Flow]uint8
 	n     int
@@ -140,9 +140,9 @@ type Counts struct {
 }
 
 // Activate makes this gateway the active one. flows are the flows of its engine. Activate adds the
-// copied flows to the engine, established ones first. Later it adds the flows that still arrive on
-// open connections. It returns the number of adopted flows when all copied ones are adopted. If
-// that takes longer than adoptMost, it returns earlier, and adoption continues in the background.
+// copied flows to the engine, established ones first. Flows that arrive later on open connections
+// are added as well. Activate returns the number of adopted flows when all copied ones are adopted,
+// or after adoptMost. In the second case, adoption continues in the background.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted

@@ -72,7 +72,7 @@ func (q *queue) hurries() bool {
 // heldPackets holds relayed packets, oldest first, until this gateway is active and has adopted the
 // flows.
 type heldPackets struct {
-	from   netip.Addr // the gateway that relayed the packets; without packets, the active gateway
+	from   netip.Addr // the gateway that relayed the packets or, if there are none, the active gateway
 	all    []parcel
 	octets int
 }

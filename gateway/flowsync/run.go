@@ -32,8 +32,8 @@ const (
 	awaitMost        = time.Second
 )
 
-// Bounds of incoming connections. Clients without the key must not use up the connections of
-// gateways, whose addresses come from the API server.
+// Bounds of incoming connections. Clients without the key must not use up the connections that
+// gateways need. The addresses of gateways come from the API server.
 const (
 	strangersMost = 8  // connections from addresses that belong to no gateway
 	strangersRate = 10 // such connections accepted per second; few, because a TLS handshake takes CPU time that packets need
@@ -57,7 +57,7 @@ type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when each gateway known at the start, except an active one, has sent its flows or has failed
+	settled chan struct{} // closed when each standby gateway that was known at the start has sent its flows, or the connection to it has failed
 
 	mu         sync.Mutex
 	config     *tls.Config // nil: the key is not known yet
@@ -73,9 +73,9 @@ func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strangers: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until the gateways known at the start that are not active have sent their flows, for
-// at most a second. The reason is that an active gateway that restarts has lost its flows, but a
-// standby may have a copy of them. If this gateway has already received all flows of the active
+// Await waits until the standby gateways that were known at the start have sent their flows, but
+// for at most a second. The reason is that an active gateway that restarts has lost its flows, but
+// a standby may have a copy of them. If this gateway has already received all flows of the active
 // gateway, Await does not wait for the others, because a gateway that has ended would never answer.
 func (l *Link) Await(ctx context.Context) {
 	if l.k.hasList() {

@@ -72,8 +72,8 @@ func trustsUSO(release string) bool {
 	return major > 6 || major == 6 && minor >= 18
 }
 
-// Offloads lists the kinds of unfinished packets that the kernel passes to Read. Independent
-// of Offloads, the kernel accepts superpackets from Write.
+// Offloads lists the kinds of unfinished packets that the kernel passes to Read. The kernel always
+// accepts superpackets from Write.
 type Offloads struct {
 	Checksum   bool // TUN_F_CSUM: partial transport checksum
 	TSO4, TSO6 bool // TUN_F_TSO4, TUN_F_TSO6: TCP superpackets
@@ -105,10 +105,10 @@ type Device struct {
 
 var _ datapath.Link = (*Device)(nil)
 
-// Open creates an interface with the given MTU, in octets, in the network namespace of the
-// calling thread. The interface stays in this namespace, even if another thread uses it later. name
-// has at most 15 octets; the kernel replaces a "%d" in it. Open disables multicast and does
-// not bring the interface up. Close removes the interface.
+// Open creates an interface with the given MTU, in octets, in the network namespace of the calling
+// thread. The interface stays in this namespace, even if another thread uses the Device later. name
+// has at most 15 octets; the kernel replaces a "%d" in it. Open disables multicast and does not
+// bring the interface up. Close removes the interface.
 func Open(name string, mtu int, o Options) (*Device, error) {
 	d, err := open(name, mtu, o)
 	if err != nil {
@@ -291,7 +291,7 @@ type writer struct {
 }
 
 func newWriter() *writer {
-	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // the largest batch of wireguard-go (128 packets) as one run, and two more
+	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // room for a run of 128 packets with its header; append makes room for a longer run
 	w.writev = func(fd uintptr) {
 		for {
 			n, _, errno := unix.RawSyscall(unix.SYS_WRITEV, fd, uintptr(unsafe.Pointer(&w.iovecs[0])), uintptr(len(w.iovecs)))
@@ -324,8 +324,8 @@ func (d *Device) Write(bufs [][]byte) error {
 		return unix.EINVAL
 	}
 	w.iovecs = iovecs
-	// Use Control, because RawConn.Write holds a lock for the whole call, and each peer has a
-	// writing goroutine.
+	// Use Control, because RawConn.Write holds a lock for the whole call, and several goroutines
+	// write.
 	err := d.raw.Control(w.writev)
 	clear(iovecs) // the pool must not keep packets alive
 	switch {

@@ -19,8 +19,8 @@ import (
 // with a buffer of 7 MiB holds.
 const bindQueueLen = 4096
 
-// A Network connects Binds by address. The zero value loses datagrams only when a queue
-// overflows.
+// A Network connects Binds by address. The zero value loses datagrams only when a queue overflows
+// or no Bind has the destination address.
 type Network struct {
 	// Loss and Reorder are shares, from 0 to 1, of WireGuard data messages. Loss is the share that
 	// is lost. Reorder is the share that is held back until the next message to the same receiver

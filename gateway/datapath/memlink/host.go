@@ -203,7 +203,7 @@ const (
 type hostEndpoint struct {
 	link       *Link
 	tso        bool
-	mtu        atomic.Uint32 // of the stack; at least that of the link
+	mtu        atomic.Uint32 // the stack's MTU; at least the link's MTU
 	dispatcher atomic.Pointer[stack.NetworkDispatcher]
 
 	superOut, superIn, bad, tooBig atomic.Uint64
