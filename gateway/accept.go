@@ -120,7 +120,7 @@ func (l *loop) accept(c Config) error {
 
 // reapply applies the current configuration again, after an event such as a netlink message, a DNS
 // answer or a roaming peer. If remeasure is true, routes to peers may have changed as well. If the
-// last attempt has failed, reapply also applies the parts that have not changed.
+// last attempt has failed, reapply applies everything, changed or not.
 func (l *loop) reapply(remeasure bool) {
 	peers := l.now.wantedPeers()
 	l.locate(peers, l.now.config.Gateway.Site)

@@ -15,8 +15,8 @@ const (
 	drainLook  = 50 * time.Millisecond
 )
 
-// yield makes the gateway relay packets for peers to the gateway that becomes active, instead of
-// encrypting them. When yield returns, no packet is on its way to a peer.
+// After yield, the gateway no longer encrypts packets for peers. It relays them to the gateway that
+// becomes active. When yield returns, no packet is on its way to a peer.
 func (g *gateway) yield() {
 	if g.keeper == nil {
 		return

@@ -32,7 +32,7 @@ type current struct {
 	generation  int              // number of applied configurations
 	reloaded    time.Time        // when the last configuration was applied
 	configErr   error            // reason why the newest configuration was rejected; nil if it is in force
-	applyErr    error            // the parts of the configuration that could not be applied
+	applyErr    error            // errors of applying the configuration; nil: all of it is applied
 	undelivered []fabric.Problem // nodes and networks that a gateway in a Pod cannot reach
 	ready       bool
 }

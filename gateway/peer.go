@@ -237,8 +237,7 @@ type tunnelView struct {
 	inUse bool // it carries a share of the flows
 }
 
-// primary returns the tunnel whose state is shown as the peer's: the first one that carries
-// flows.
+// primary returns the first tunnel that carries flows. Its state is shown as the state of the peer.
 func (v *view) primary() *tunnelView {
 	for i := range v.tunnels {
 		if v.tunnels[i].inUse {

@@ -254,8 +254,8 @@ func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 	return errs
 }
 
-// checkPeers considers the peers with the given indexes. It returns the connection-check settings
-// of those that have tunnel i, and the IDs of those that do not.
+// Of the peers with the given indexes, checkPeers returns the connection-check settings of those
+// that have tunnel i, and the IDs of the others.
 func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, absent []string) {
 	for _, j := range indexes {
 		p := &peers[j]

@@ -21,7 +21,7 @@ type Coalescer struct {
 	runs   []Run
 	joined []joined // second and later packets of all runs, in order of arrival
 	tails  [][]byte
-	sealed int // number of runs that Runs has finished: the first elements of runs
+	sealed int // number of elements at the start of runs that Runs has finished
 
 	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because each packet is compared with all tags
 	open  [maxOpen]openRun

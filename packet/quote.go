@@ -2,12 +2,12 @@ package packet
 
 import "net/netip"
 
-// Quote is the packet that an ICMP error quotes, rewritten in place. Each setter updates three
-// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header, that of
-// the quoted transport header, and that of the error itself. The transport checksum is updated if
-// the quote contains all of it and the protocol is TCP, UDP (unless the checksum is 0), UDP-Lite,
-// DCCP or ICMP. If the quote contains only the first octet of the checksum, that octet is left
-// unchanged, because its new value depends on the missing octet. Linux differs in one case: it
+// Quote reads and rewrites, in place, the packet that an ICMP error quotes. Each setter updates
+// three checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header,
+// that of the quoted transport header, and that of the error itself. The transport checksum is
+// updated if the quote contains all of it and the protocol is TCP, UDP (unless the checksum is 0),
+// UDP-Lite, DCCP or ICMP. If the quote contains only the first octet of the checksum, that octet is
+// left unchanged, because its new value depends on the missing octet. Linux differs in one case: it
 // leaves the checksum unchanged if the quote ends within the TCP header. Octets after the quote,
 // such as RFC 4884 extensions, never change.
 //

@@ -62,11 +62,11 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
-// If a pod has its own tunnel (VXLAN, IPIP), the kernel may leave the checksum of the inner packet
-// partial, because a device with NETIF_F_HW_CSUM can compute a checksum from any offset.
-// FinishInner completes such a checksum and clears VirtioNeedsCsum. The caller must then parse the
-// outer packet again, with ChecksumComplete. The outer checksum, if there is one, is already right
-// for the completed packet (local checksum offload,
+// FinishInner completes the partial checksum of a packet inside this one, and clears
+// VirtioNeedsCsum. The caller must then parse the outer packet again, with ChecksumComplete. If a
+// pod has its own tunnel (VXLAN, IPIP), the kernel may leave the checksum of the inner packet
+// partial, because a device with NETIF_F_HW_CSUM can compute a checksum from any offset. The outer
+// checksum, if there is one, is already right for the completed packet (local checksum offload,
 // Documentation/networking/checksum-offloads.rst).
 //
 // b is the outer packet. FinishInner returns ErrVirtioHeader and leaves b unchanged in these
@@ -92,11 +92,11 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 	return nil
 }
 
-// Validate checks every field against the packet that follows, which was parsed with
-// h.ChecksumState(). gsoSize is the size of the data in each segment of a superpacket. It is 0
-// for a packet that needs no segmentation: no GSO type, or data that fits one segment.
-// Validate ignores HdrLen; callers use View.PayloadOffset instead. The error is
-// ErrVirtioHeader or, for a superpacket that cannot be segmented, ErrGSO.
+// Validate checks all fields except HdrLen against the packet that follows, which was parsed with
+// h.ChecksumState(). gsoSize is the size of the data in each segment of a superpacket. It is 0 for
+// a packet that needs no segmentation: no GSO type, or data that fits one segment. Callers use
+// View.PayloadOffset instead of HdrLen. The error is ErrVirtioHeader or, for a superpacket that
+// cannot be segmented, ErrGSO.
 func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	if h.Flags&^(VirtioNeedsCsum|VirtioDataValid) != 0 {
 		return 0, ErrVirtioHeader

@@ -41,7 +41,7 @@ type receiver struct {
 	lost    uint32 // number of dropped datagrams that the kernel last reported
 
 	endpoints map[remote]*endpoint
-	last      *endpoint // the last endpoint that was used, because most datagrams have the same source as the previous one
+	last      *endpoint // endpoint of the previous datagram; cached, because consecutive datagrams mostly have the same source
 	lastName  [unix.SizeofSockaddrInet6]byte
 	lastInfo  [16]byte
 }

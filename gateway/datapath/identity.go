@@ -21,9 +21,10 @@ import (
 //	its peer            keeps the sessions with the former key until one with the new key exists
 //
 // Each key of ours is an identity with a device of its own, because a device has only one static
-// key. All identities share the socket. A handshake message belongs to the identity for whose
-// public key its mac1 was made. Any other message belongs to the device that has chosen its
-// receiver index. The probability that two devices choose the same index is 2^-32.
+// key. All identities share the socket. The mac1 of a handshake message depends on the receiver's
+// public key, so it shows to which identity the message belongs. Any other message belongs to the
+// device that has chosen its receiver index. The probability that two devices choose the same index
+// is 2^-32.
 //
 // So one peer of the engine may correspond to several peers here: one of each identity, and retired
 // ones. The one with the newest session encrypts.

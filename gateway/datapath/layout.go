@@ -95,8 +95,8 @@ func handshakesWaiting(d *device.Device) int {
 	return reflect.ValueOf(d).Elem().FieldByIndex(deviceHandshakeQueue).Elem().FieldByIndex(queueChannel).Len()
 }
 
-// Paths to the device's queue of handshakes, whose type is not exported: first to the pointer to
-// the queue, from there to its channel.
+// Paths to the channel in the device's queue of handshakes. The type of the queue is not exported.
+// So the first path leads to the pointer to the queue, and the second from there to the channel.
 var (
 	deviceHandshakeQueue = indexOf(reflect.TypeFor[device.Device](), "queue", "handshake")
 	queueChannel         = indexOf(reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem(), "c")

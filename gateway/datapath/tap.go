@@ -93,8 +93,7 @@ func (p *tap) saveHeaders(v *packet.View) {
 }
 
 // showTranslated shows a packet before and after the engine. segments is the number of packets in
-// the tunnel that it corresponds to. tail holds the payloads of the second and later packets of a
-// run.
+// the tunnel that carry it. tail holds the payloads of the second and later packets of a run.
 func (p *tap) showTranslated(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before
@@ -121,7 +120,7 @@ func (p *tap) showTranslated(v *packet.View, verdict natengine.Verdict, drop nat
 	}
 }
 
-// keep returns the number of octets to capture of a packet with the given length of headers.
+// keep returns how many octets to capture of a packet whose headers have the given length.
 func (p *tap) keep(headers int) int {
 	if p.to.Snap > 0 {
 		return p.to.Snap
