@@ -29,7 +29,8 @@ const (
 	retryPeriod   = 2 * time.Second
 	leaseTimeout  = 2500 * time.Millisecond // timeout of one request
 
-	// contactGap is the minimum time without a response that cannot be due to slow requests.
+	// After contactGap without a response, slow requests cannot be the reason: the API server was
+	// unreachable.
 	contactGap = retryPeriod + leaseTimeout + time.Second/2
 )
 
@@ -299,8 +300,9 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
 		transition = *lease.Spec.LeaseTransitions
 	}
-	// Votes may be newer than the Lease. But after a restart, a replica has saved the number of the
-	// last takeover without the name of the new holder, so it reads the name from the Lease.
+	// Votes may be newer than the Lease. But the state that a replica saves has the number of the
+	// last takeover without the name of the new holder. So after a restart, the replica reads the
+	// name from the Lease.
 	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
 		e.reevaluateLocked(now)
 		return
@@ -316,8 +318,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.reevaluateLocked(now)
 }
 
-// viewLocked returns the state of this replica, without the data about other gateways, which
-// begin adds. The caller holds e.mu.
+// viewLocked returns a view without its fields free and wait, which begin sets. The caller holds
+// e.mu.
 func (e *election) viewLocked(now time.Time) view {
 	v := view{leaseState: leaseState{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
@@ -443,9 +445,9 @@ func (e *election) readHolder(ctx context.Context) (holder string, refused bool,
 	return holderOf(lease), false, nil
 }
 
-// resume makes this replica the holder because its snapshot says so, until it learns of another
-// holder. Call resume before run. This replica does not send to peers until all gateways that
-// answered before the restart have answered again.
+// resume makes this replica the holder, as it was when it saved its snapshot, until it learns of
+// another holder. Call resume before run. This replica does not send to peers until all gateways
+// that answered before the restart have answered again.
 func (e *election) resume(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

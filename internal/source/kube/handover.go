@@ -14,8 +14,8 @@ import (
 )
 
 // handOverTimeout is how long an ending replica waits for another replica to take over. A standby
-// that misses a change of the Lease reads it again after retryPeriod. handOverInterval is the
-// interval between its checks whether another replica has taken over.
+// that misses a change of the Lease reads it again after retryPeriod. Every handOverInterval, the
+// ending replica checks whether another replica has taken over.
 const (
 	handOverTimeout  = 4 * time.Second
 	handOverInterval = 10 * time.Millisecond

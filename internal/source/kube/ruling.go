@@ -6,9 +6,9 @@ import "time"
 const (
 	questionInterval = 250 * time.Millisecond
 
-	// deferFor is how long a standby does not take the Lease after it sent a question to a
-	// gateway that answered that it holds the Lease. It is less than leaseDuration-retryPeriod,
-	// so that it does not delay a takeover from a dead gateway.
+	// If a gateway answers a standby's question that it holds the Lease, the standby does not take
+	// the Lease for deferFor after it sent the question. deferFor is less than
+	// leaseDuration-retryPeriod, so that it does not delay a takeover from a dead gateway.
 	deferFor = 4 * time.Second
 
 	// renewForHolderAfter is how long a holder may answer questions but fail to renew the Lease,
@@ -16,7 +16,7 @@ const (
 	// Lease for expired.
 	renewForHolderAfter = 2 * retryPeriod
 
-	// stopEarly is how long before a standby may take over the active gateway stops sending. It
+	// The active gateway stops sending at least stopEarly before a standby may take over. This
 	// allows for late timers on a busy machine, and for the time that the data plane needs to stop.
 	stopEarly = time.Second
 )
@@ -39,7 +39,7 @@ type account struct {
 	// defers is how long after that question the other gateway promises not to take the Lease. If
 	// it is 0, the other gateway may take the Lease at any time.
 	defers time.Duration
-	mute   time.Duration // how long all answers of the other gateway have had silent set
+	mute   time.Duration // how long all answers of the other gateway have had the flag silent
 	// promised is the remaining time of this gateway's promise to the other gateway not to take the
 	// Lease. If it is 0 or less, there is no promise.
 	promised time.Duration
@@ -75,9 +75,9 @@ type ruling struct {
 
 // decide applies the rules that let only one gateway at a time send to peers:
 //
-//   - The holder sends while its last renewal is recent (confirmed). After that, it needs recent
-//     answers of all other gateways that they leave the Lease alone. A gateway that never had
-//     another one beside it continues alone.
+//   - The holder sends while its last renewal is recent (confirmed). After that, it needs from every
+//     other gateway a recent answer with a promise not to take the Lease. A gateway that never had
+//     an answer from another gateway needs no promises.
 //   - The holder gives way to a gateway whose answer proves a later takeover, or that also holds
 //     the Lease and can reach the API server.
 //   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
