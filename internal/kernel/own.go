@@ -9,7 +9,7 @@ const (
 	OverlayPort   = 4800            // UDP port of OverlayDevice
 
 	VethHost    = "isthmus.host" // the veth's end in the host's namespace
-	VethGateway = "isthmus.gw"   // its end in the gateway's namespace
+	VethGateway = "isthmus.gw"   // the veth's end in the gateway's namespace
 	TunPrefix   = "isthmus"      // prefix of a TUN in the gateway's namespace; the tunnel's number follows
 
 	MainTable    = 254  // the kernel's table; in the host's namespace it also has foreign routes
