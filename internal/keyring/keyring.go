@@ -180,8 +180,8 @@ func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]by
 	return data
 }
 
-// Take returns a copy of data that starts a rotation to an offered key, unless it is the
-// current key.
+// Take returns a copy of data that records an offered key as taken. The copy starts a rotation to
+// that key, unless it is already the current key.
 func Take(data map[string][]byte, r Ring, offered [32]byte, now time.Time) map[string][]byte {
 	if data = Abandon(data); offered != r.Private {
 		data = Begin(data, offered, now)

@@ -61,8 +61,8 @@
 //
 // # Outside this package
 //
-// Package internal/source/kube switches between votes and the Lease. With a list without voters, no
-// gateway gets a mandate. One weakness remains: a voter that has lost its promise may receive a
+// Package internal/source/kube switches between votes and the Lease. While the list has no voters,
+// no gateway gets a mandate. One weakness remains: a voter that has lost its promise may receive a
 // delayed ask of a gateway whose mandate has ended. That voter then votes by the list of the ask,
 // which may be old.
 package mandate

@@ -29,8 +29,8 @@ const (
 // fit into one packet, and more than any MTU of the path, so that UDP and ICMP are fragmented.
 var Sizes = map[string][]int{TCP: {1000, 500_000}, UDP: {100, 1300, 4000}, ICMP: {56, 1300, 4000}}
 
-// minSize is the minimum size, by protocol: for UDP the cookie and room for the Answer, for ICMP
-// the cookie.
+// minSize is the minimum size, by protocol: a UDP payload must have room for the cookie and an
+// Answer, and an ICMP payload for the cookie.
 var minSize = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
 
 // An End is a Pod that sends or receives.
@@ -131,9 +131,9 @@ func (c Check) receiver() string {
 func among(all []string, one string) bool { return len(all) == 0 || slices.Contains(all, one) }
 
 // Plan returns the checks from every End in one cluster to every pod of the other, in both
-// directions. Ends in the host network only send, because a cluster cannot reach the other's
-// host network. sizes replaces the Sizes of a protocol. Sizes below the protocol's minimum
-// become one check of the minimum.
+// directions. Ends in the host network only send, because a cluster cannot reach the other's host
+// network. sizes replaces the Sizes of a protocol. All sizes below the protocol's minimum are
+// replaced by one check with the minimum size.
 func Plan(local, remote []End, selection Only, sizes map[string][]int) (checks []Check) {
 	known := map[Check]bool{}
 	for _, direction := range []struct {

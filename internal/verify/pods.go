@@ -185,7 +185,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 	}
 }
 
-// wait waits until a Pod runs. The error contains the reason why it does not.
+// wait waits until a Pod runs. If the Pod does not get to run, the error contains the reason.
 func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("its state is unknown")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
