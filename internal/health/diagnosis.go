@@ -117,8 +117,8 @@ func explained(hops []Hop) bool {
 	return first != nil && !ranksLast(first)
 }
 
-// If the tunnel's hops are broken on both sides, they show the same fault. Then blameOne keeps the
-// hop that FirstBroken returns as broken, and makes the other one wait.
+// If the tunnel's hops are broken on both sides, they show the same fault. Then the hop that
+// FirstBroken returns stays broken, and blameOne makes the other one wait.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop

@@ -188,7 +188,7 @@ const (
 	LimitGateway     = "GatewayOutOfReach"   // other nodes cannot reach a gateway's Pod on our node
 	LimitBridge      = "GatewayUnguarded"    // pods on a bridge of our node can send to a gateway as if they were nodes
 	LimitUncertain   = "ForwardingUncertain" // packets may be dropped
-	LimitRefused     = "Refused"             // a part of an API object is invalid
+	LimitRefused     = "Refused"             // an API object, or one of its fields, is invalid
 	LimitSnapshot    = "SnapshotNotKept"     // after a reboot, the node does not refuse networks until it reaches the API server
 	LimitVote        = "NodeDoesNotVote"     // the node does not vote on the active gateway
 )

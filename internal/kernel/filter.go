@@ -190,10 +190,10 @@ func (c FilterChain) Kind() string {
 // It must not come from the device of a pod, which is one end of a veth pair or a bridge. The same
 // holds for a packet to a peer if the packet's source is a pod of another node. Such a packet may
 // come from that other node, because it may have been sent to a NodePort of our node that leads to
-// a peer. The source may also be an address that no pod has, such as that of a container outside of
-// Kubernetes. Then the packet must come from the device to which the route to that address leads.
-// Otherwise one pod could send as thousands of hosts, use up all of the gateway's NAPT ports
-// towards a peer, and make the answers leave in the clear.
+// a peer. The source of a packet to a peer may also be an address that no pod has, such as that of
+// a container outside of Kubernetes. Then the packet must come from the device to which the route
+// to that address leads. Otherwise one pod could send as thousands of hosts, use up all of the
+// gateway's NAPT ports towards a peer, and make the answers leave in the clear.
 //
 // A packet for a peer leaves by one of our devices or not at all, even if another rule or route
 // sends it elsewhere: a foreign rule before ours, a route from a redirect, or the default route

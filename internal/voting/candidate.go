@@ -53,7 +53,7 @@ type View struct {
 	Holder string   // the Pod that a majority has voted for; empty: unknown
 	Since  uint64   // the epoch of Holder
 	Heard  []string // nodes that have answered an ask recently, sorted
-	Newest uint64   // version below which a list gets no majority
+	Newest uint64   // a list with a lower version gets no majority
 	List   uint64   // version of the list by which the candidate counts votes
 	// Pending reports that a proposed list, or a fence, does not count yet.
 	Pending bool

@@ -42,9 +42,9 @@ const writeInterval = time.Second
 // attempt to write the Service. It returns when ctx ends or another replica takes over, and
 // then leaves all objects unchanged.
 //
-// Write begins after the first complete read from the API server. A replica that runs from its
-// saved snapshot cannot reach the API server. Write sends only differences. Each object has its own
-// retries, so a failing write delays no other object.
+// Write begins after the first complete read from the API server, so a replica that runs from its
+// saved snapshot writes nothing yet. Write sends only differences. Each object has its own retries,
+// so a failing write delays no other object.
 func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
 	g.writing.Lock()
 	defer g.writing.Unlock()

@@ -66,7 +66,7 @@ type election struct {
 	leaseChanged signal        // the Lease has changed
 	voted        signal        // the votes have changed
 	votes        *ballot       // nil: nodes never vote
-	cached       func() string // the holder of the Lease according to the watch, which may be behind
+	cached       func() string // returns the holder of the Lease from the cache of Gateway, which may be stale
 
 	// Only the goroutine of run uses the next four fields.
 	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
@@ -381,8 +381,8 @@ func (e *election) lastTransition() int32 {
 	return e.transition
 }
 
-// reached returns whether the API server answered, and records the result. NotFound, Conflict and
-// AlreadyExists count as answers.
+// reached reports whether the API server answered a request that returned err, and records the time
+// of the answer. NotFound, Conflict and AlreadyExists count as answers.
 func (e *election) reached(err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -423,7 +423,7 @@ func (e *election) holder() string {
 	return e.name
 }
 
-// lastContact returns when the Lease was last read or written.
+// lastContact returns when the API server last answered a request for the Lease.
 func (e *election) lastContact() time.Time {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -78,8 +78,9 @@ type ruling struct {
 //   - The holder sends while its last renewal is recent (confirmed). After that, it needs from every
 //     other gateway a recent answer with a promise not to take the Lease. A gateway that never had
 //     an answer from another gateway needs no promises.
-//   - The holder gives way to a gateway whose answer proves a later takeover, or that also holds
-//     the Lease and can reach the API server.
+//   - The holder gives way to a gateway whose answer proves a later takeover. Once its own last
+//     renewal is no longer recent, it also gives way to another holder, if that holder's last renewal
+//     is recent or both know the same number of takeovers.
 //   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
 //     holder. It waits only for a limited time for a holder that answers but is silent. Such a
 //     holder may itself be waiting for a gateway that was deleted, because it cannot read the API

@@ -140,7 +140,7 @@ func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 type remembered struct {
 	objects  savedObjects
 	snapshot Snapshot  // result of evaluating objects
-	renewed  time.Time // when the Lease was last renewed
+	renewed  time.Time // last contact with the API server before the restart
 }
 
 // remember reads the snapshot in a state directory. It returns nil without an error if this
