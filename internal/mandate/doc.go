@@ -16,10 +16,10 @@
 //     reboot before it answers.
 //  2. A voter that grants an ask stays bound to its holder for Timing.Bound. Meanwhile no other
 //     gateway gets the vote. A voter that starts is bound to the stored holder for the same time.
-//  3. A free voter accepts a higher epoch from any gateway; a bound voter accepts it only from its
-//     holder. An ask gets no vote if its epoch is lower than the stored one, if its list is older
-//     than the stored one, if it does not name the voter's incarnation, or if it is not newer than
-//     the last ask of the same gateway.
+//  3. A voter that is not bound accepts a higher epoch from any gateway. A bound voter accepts it
+//     only from its holder. An ask gets no vote if its epoch is lower than the stored one, if its
+//     list is older than the stored one, if it does not name the voter's incarnation, or if it is
+//     not newer than the last ask of the same gateway.
 //  4. A granted ask counts for the gateway until Timing.Mandate after the ask was sent.
 //     Timing.Mandate is shorter than Timing.Bound. So a vote never counts longer than it binds the
 //     voter, even if the clocks of the two hosts run at somewhat different rates.
