@@ -42,8 +42,8 @@ import (
 )
 
 const (
-	// maxLog is the maximum size of one container's log, and maxAnswer that of a page of a
-	// component, both in octets.
+	// maxLog is the maximum size of one container's log. maxAnswer is the maximum size of one page
+	// of a component. Both are in octets.
 	maxLog, maxAnswer = 2 << 20, 32 << 20
 	// maxAgents is the maximum number of route agents whose logs and pages are read. Agents
 	// that are not ready are read first. A cluster may have thousands of agents.

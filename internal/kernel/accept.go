@@ -26,8 +26,8 @@ type Accept struct {
 	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated
 	// by spaces.
 	Gateways string
-	// Elsewhere has the addresses of gateways that are Pods on other nodes, in the same form. It is
-	// empty if Gateways is empty.
+	// Elsewhere has the addresses of gateways that are Pods on other nodes, in the form of
+	// Gateways. It is empty if Gateways is empty.
 	Elsewhere string
 }
 

@@ -28,7 +28,7 @@ import (
 // SecretName is the name of the Secret. It is Liqo's name (docs/liqo-v0.md, section 6.1).
 const SecretName = "wireguard-pubkey"
 
-// OfferName is the name of a Secret in the same namespace, which another program maintains. A new
+// OfferName is the name of a Secret that another program may maintain in the same namespace. A new
 // private key in its FieldPrivate becomes the next key.
 const OfferName = "isthmus-key"
 

@@ -52,8 +52,9 @@
 // from free voters.
 //
 // Epochs order successive mandates, so that nodes and peers can follow the latest one. They do not
-// exclude two mandates at the same time. A voter that lost its promise may accept a lower epoch
-// than that of a mandate that ended more than Timing.EndedBound ago.
+// exclude two mandates at the same time. A voter that lost its promise may accept an epoch that is
+// lower than the epoch of an earlier mandate, if that mandate ended more than Timing.EndedBound
+// ago.
 //
 // The tests search the states of small systems with two gateways: with loss, delay, duplication
 // and reordering of messages, paused hosts, and restarts. If any one of the rules is broken,

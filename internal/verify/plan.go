@@ -100,9 +100,9 @@ func ParseOnly(words []string) (o Only, err error) {
 }
 
 // Targets returns the checks of targets from every End in a cluster: a ping to HOST, and a
-// connection to HOST:PORT. HOST is an address as that cluster uses it, such as that of a mapped
-// endpoint, or a name that the Pods resolve. Targets that the user named are checked even if
-// selection excludes their protocol.
+// connection to HOST:PORT. HOST is an address that this cluster uses, such as a mapped address, or
+// a name that the Pods resolve. Targets that the user named are checked even if selection excludes
+// their protocol.
 func Targets(local []End, selection Only, targets []Target) (checks []Check) {
 	for _, t := range targets {
 		protocol, word, size := ICMP, ICMP, Sizes[ICMP][0]

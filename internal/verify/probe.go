@@ -56,9 +56,9 @@ type Answer struct {
 	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // source address that the receiver saw; not set for ICMP
 }
 
-// Serve echoes TCP and UDP at port echo, unless that is 0, and accepts requests at port control of
-// the loopback address. It returns when ctx ends, when a request asks it to end, or after the time
-// idle without a request. If idle is 0, Serve never ends for lack of requests.
+// Serve echoes TCP and UDP at the port echo, unless echo is 0. It accepts requests at the port
+// control of the loopback address. It returns when ctx ends, when a request asks it to end, or when
+// no request has come for the duration idle. If idle is 0, Serve never ends for lack of requests.
 func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

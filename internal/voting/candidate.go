@@ -163,9 +163,9 @@ func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr ne
 	c.voters[id] = t
 }
 
-// Fence makes the voters store a version that is newer than that of any list with voters. Then no
-// gateway gets a vote any more. Fence requires a mandate. It is complete when View returns that
-// version as List.
+// Fence makes the voters store a version that is newer than the version of any list with voters.
+// Then no gateway gets a vote any more. Fence requires a mandate. It is complete when View returns
+// that version as List.
 func (c *Candidate) Fence() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

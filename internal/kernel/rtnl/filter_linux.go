@@ -100,8 +100,8 @@ func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement,
 	return all, nil
 }
 
-// tablesRead has the tables as last read, and their generation. The kernel increments the
-// generation with every transaction in the namespace.
+// tablesRead is the result of the last read: the tables and their generation. The kernel increments
+// the generation with every transaction in the namespace.
 type tablesRead struct {
 	generation uint32 // 0: unknown
 	filters    []kernel.Filter

@@ -277,8 +277,8 @@ func acceptEntry(comment string) []byte {
 	return e
 }
 
-// changeLegacy removes our rules from the table, or replaces them with those of an Accept. Foreign
-// rules keep their positions and counters.
+// changeLegacy removes our rules from the table, or replaces them with the rules of an Accept.
+// Foreign rules keep their positions and counters.
 func changeLegacy(remove bool, a kernel.Accept) error {
 	lock, err := lockLegacy()
 	if err != nil {
