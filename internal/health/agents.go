@@ -78,8 +78,8 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, safetext.FirstFew(texts, "; ")
 }
 
-// pastTheNode is the problem of nodes whose pods' packets bypass the node's kernel, so that no
-// agent can detect it.
+// pastTheNode is the problem of nodes where packets from pods bypass the node's kernel. No agent
+// can detect it.
 var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes uses shared gateways: packets from pods to peers bypass the node's kernel and leave in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 

@@ -35,8 +35,8 @@ const (
 	// be consulted.
 	NodeRulePriority    = 419
 	GatewayRulePriority = 420
-	// Packets that a gateway on our node received from a peer are refused until the agent has
-	// noticed that the gateway is on our node.
+	// The agent may not have noticed yet that a gateway is on our node. Until it has, packets that
+	// this gateway received from a peer are refused.
 	GuardRulePriority = 421
 	// If the tables above have no route for a packet to a peer, it is refused before the main table
 	// is consulted.

@@ -32,8 +32,8 @@ const (
 	label = "isthmus.net/verify"
 	// echoPort is the port at which Pods in the pod network echo.
 	echoPort = 7468
-	// lifetime is the time after which Pods end by themselves, if this program was killed and could
-	// not delete them.
+	// lifetime is the time after which Pods end by themselves. It matters if this program was
+	// killed and could not delete them.
 	lifetime = 24 * time.Hour
 	// startTime is the time that Pods may take to run. The image may have to be pulled.
 	startTime = 3 * time.Minute

@@ -86,7 +86,7 @@ type election struct {
 	lastMajority time.Time   // when hasMajority was last true; zero: never
 	eligible     bool        // this replica may become active
 	renewed      time.Time   // when the last successful renewal by this replica was sent
-	firstSeen    time.Time   // when this replica first read the present version of the Lease, or its first contact after an outage of the API server, if that was later
+	firstSeen    time.Time   // the later of two times: when this replica first read the present version of the Lease, and its first contact after the last outage of the API server
 	last         time.Time   // last contact with the API server
 	away         bool
 	taking       bool   // a request that makes this replica the holder is pending or was lost

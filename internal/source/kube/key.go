@@ -92,9 +92,9 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	}
 }
 
-// createKey creates the Secret with the keys in use, if there are any, so that the loss of the
-// Secret breaks no connection. If several replicas try, one succeeds, and the others then read
-// its Secret.
+// createKey creates the Secret. If keys are in use, it stores these keys, so that the loss of the
+// Secret breaks no connection. If several replicas try, one succeeds, and the others then read its
+// Secret.
 func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()

@@ -88,9 +88,9 @@ type ruling struct {
 //
 // This is safe because a holder stops sending before a promise ends. A standby states in each
 // answer for how much longer it promises not to take the Lease. The holder counts that time, less
-// stopEarly, from when it sent its question, which was before the standby made the answer. So the
-// clocks of the two need not agree. A holder reports that it is silent only to a gateway whose
-// promise it needs.
+// stopEarly, from when it sent its question. It sent the question before the standby made the
+// answer, so the clocks of the two need not agree. A holder reports that it is silent only to a
+// gateway whose promise it needs.
 func decide(v view) ruling {
 	if !v.holds {
 		r := ruling{wait: v.wait}
