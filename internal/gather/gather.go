@@ -42,8 +42,8 @@ import (
 )
 
 const (
-	// maxLog is the maximum size of one container's log, and maxAnswer that of a page of a
-	// component, both in octets.
+	// maxLog is the maximum size of one container's log. maxAnswer is the maximum size of one page
+	// of a component. Both are in octets.
 	maxLog, maxAnswer = 2 << 20, 32 << 20
 	// maxAgents is the maximum number of route agents whose logs and pages are read. Agents
 	// that are not ready are read first. A cluster may have thousands of agents.
@@ -61,7 +61,7 @@ type Options struct {
 	Report   func(string) // called with a line for each step
 }
 
-// Missing names a part that could not be read, and the reason.
+// Missing names something that could not be read, with the reason.
 type Missing struct{ What, Why string }
 
 // gathering is the state of one run.
@@ -163,7 +163,7 @@ func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	g.yaml("secrets.yaml", all)
 }
 
-// public are keys in the data of Secrets whose values are not secret and may be shown.
+// Some values in Secrets are not secret, and may be shown. public has their keys.
 var public = map[string]bool{"publicKey": true, "tunnels": true, "nextPublicKey": true, "nextTunnels": true, "offeredKey": true, "since": true, "nextSince": true, "ca.crt": true, "tls.crt": true, "certificate": true, "namespace": true, "apiServerUrl": true, "apiServerCa": true}
 
 func (g *gathering) learn(name string, value []byte) {

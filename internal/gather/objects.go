@@ -12,8 +12,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// objectKind is a kind of objects to read. If its place is everywhere, the kind is cluster-scoped,
-// or is read in all namespaces.
+// objectKind is a kind of objects to read. If where is everywhere, the kind is cluster-scoped, or
+// is read in all namespaces.
 type objectKind struct {
 	version, kind string
 	where         place

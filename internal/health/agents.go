@@ -78,8 +78,8 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, safetext.FirstFew(texts, "; ")
 }
 
-// pastTheNode is the problem of nodes whose pods' packets bypass the node's kernel, so that no
-// agent can detect it.
+// pastTheNode is the problem of nodes where packets from pods bypass the node's kernel. No agent
+// can detect it.
 var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes uses shared gateways: packets from pods to peers bypass the node's kernel and leave in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 
@@ -104,12 +104,12 @@ func Severity(p isthmus.NodeProblem) int {
 
 // Agents is the state of the route agents of a cluster.
 type Agents struct {
-	Nodes     int      // ready nodes that accept an agent
-	lacking   int      // number of Nodes without a working agent
+	Nodes     int      // number of ready nodes that have an agent or should have one
+	lacking   int      // number of ready nodes without a working agent
 	Unreached int      // number of Nodes whose agent runs but is not ready, perhaps because it cannot reach the gateway
-	Missing   []string // descriptions of the nodes in lacking and Unreached
+	Missing   []string // descriptions of the nodes that lacking counts, including those that Unreached counts
 	Unready   []string // descriptions of the nodes that are not ready
-	unwanted  []string // names of nodes without an agent on which the DaemonSet wants none
+	unwanted  []string // names of nodes that have no agent because the DaemonSet wants none there
 	versions  []string // images of the agents
 }
 

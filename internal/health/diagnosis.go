@@ -102,8 +102,8 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// notWorking reports whether the hop of a Peering with this cluster and step is broken or waits.
-// step is the condition from which the hop was made.
+// notWorking reports whether one of a cluster's hops is broken or waits. step is the condition of
+// the Peering from which the hop was made.
 func notWorking(hops []Hop, cluster, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == cluster && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
@@ -117,8 +117,8 @@ func explained(hops []Hop) bool {
 	return first != nil && !ranksLast(first)
 }
 
-// blameOne handles a tunnel whose hops are broken on both sides, which show the same fault. The hop
-// that FirstBroken returns stays broken, and blameOne makes the other hop wait.
+// If the tunnel's hops are broken on both sides, they show the same fault. Then the hop that
+// FirstBroken returns stays broken, and blameOne makes the other one wait.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop

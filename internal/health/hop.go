@@ -31,7 +31,7 @@ const (
 	Limited HopState = "limited"
 )
 
-// A Hop is a part that must work before packets go both ways: a component, or a step of a peering.
+// A Hop is a component, or a step of a peering, that must work before packets go both ways.
 // `isthmus status` and `isthmus diagnose` use the same hops.
 type Hop struct {
 	Cluster string   `json:"cluster"`
@@ -56,9 +56,9 @@ func NoneActive(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// ExcuseByGateway makes broken hops with FollowsGateway wait while no gateway is active. Until
-// AgentsLag has passed since a takeover, it makes them unknown, because agents may not have noticed
-// the new gateway.
+// ExcuseByGateway changes the state of broken hops with FollowsGateway. While no gateway is active,
+// it changes them to Waits. Within AgentsLag after a takeover, it changes them to Unknown, because
+// agents may not have noticed the new gateway.
 func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
 		switch h := &hops[i]; {
@@ -136,8 +136,8 @@ var StepNames = map[string]string{
 // peer removes it if our NetworkConfig is missing there.
 var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
 
-// followsSetup are the reasons that a Peering has when the peer lacks a part of its setup, such
-// as the tenant namespace, which contains the ServiceAccount of our identity.
+// followsSetup are the reasons that a Peering has when the peer lacks an object of its setup. Such
+// an object is the tenant namespace, which contains the ServiceAccount of our identity.
 var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []string{
 	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
 })

@@ -25,7 +25,7 @@ type Components struct {
 	Services []string                          // names of the Services by which peers reach the gateway; nil if listing them is forbidden
 	Events   map[string]string                 // Pod → its latest warning
 	Broken   map[string]*isthmus.BrokenOverlay // node → its agent's report of a broken overlay
-	Refuses  map[string]string                 // node → the problem because of which it drops packets of pods
+	Refuses  map[string]string                 // node → the problem that makes the node drop packets of pods
 }
 
 // maxEventAge is the maximum age of an Event that is shown as the reason why a Pod is not
@@ -40,11 +40,12 @@ const readyLag = 2 * time.Minute
 var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
 
 // LastWarnings returns the latest warning about each Pod that still applies. It skips warnings that
-// are older than maxEventAge, warnings from before the Pod's condition Ready last changed (less
-// readyLag), and warnings that a later Event in revocations revokes. A warning of our own
-// components takes precedence over a warning of the kubelet, which would only repeat that the Pod
-// is not ready. The age of an Event is the difference to now, a time of the API server's clock. The
-// times of all Events of one Pod come from the clock of its node, so they can be compared.
+// are older than maxEventAge, and warnings that a later Event in revocations revokes. It also skips
+// warnings from more than readyLag before the last change of the Pod's condition Ready. A warning
+// of our own components takes precedence over a warning of the kubelet, which would only repeat
+// that the Pod is not ready. The age of an Event is the difference to now, a time of the API
+// server's clock. The times of all Events of one Pod come from the clock of its node, so they can
+// be compared.
 func LastWarnings(warnings, revocations []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
@@ -83,8 +84,7 @@ func LastWarnings(warnings, revocations []corev1.Event, pods []corev1.Pod, now t
 // that a gateway is active again.
 const AgentsLag = 20 * time.Second
 
-// ConnectedBefore reports whether the tunnel of a Peering is up, and has been since before a
-// time.
+// ConnectedBefore reports whether the tunnel of a Peering is up, and came up before the time t.
 func ConnectedBefore(p *isthmus.Peering, t time.Time) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(t)

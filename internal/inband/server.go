@@ -85,7 +85,7 @@ type Server struct {
 	key      [32]byte     // the private key that managers must prove to have
 	secure   *tls.Config  // made for key; nil: not made yet
 
-	oursCtx context.Context // canceled to close the connections of managers that proved to have key
+	oursCtx context.Context // canceled to close the connections of managers that authenticated with key
 	endOurs context.CancelFunc
 }
 

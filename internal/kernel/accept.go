@@ -26,13 +26,13 @@ type Accept struct {
 	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated
 	// by spaces.
 	Gateways string
-	// Elsewhere has the addresses of gateways that are Pods on other nodes, in the same form. It is
-	// empty if Gateways is empty.
+	// Elsewhere has the addresses of gateways that are Pods on other nodes, in the form of
+	// Gateways. It is empty if Gateways is empty.
 	Elsewhere string
 }
 
-// AcceptFor returns the Accept for a node. local has the addresses of the gateway Pods on this
-// node, remote those of the gateway Pods on other nodes, both in any order.
+// AcceptFor returns the Accept for a node. local and remote are the addresses, in any order, of the
+// gateway Pods on this node and of those on other nodes.
 func AcceptFor(local, remote []netip.Addr) Accept {
 	a := Accept{Gateways: addresses(local)}
 	if a.Gateways != "" {
@@ -47,7 +47,7 @@ func (a Accept) InChain() Accept {
 	return a
 }
 
-// WithGatewaysOf returns an Accept for the same chain, with the gateways of b.
+// WithGatewaysOf returns an Accept for the same chain, but with the gateways of the Accept b.
 func (a Accept) WithGatewaysOf(b Accept) Accept {
 	a.Gateways, a.Elsewhere = b.Gateways, b.Elsewhere
 	return a
@@ -74,10 +74,10 @@ type AcceptRule struct {
 	Comment             string
 }
 
-// Rules returns the rules of an Accept, in order. The first two are for our devices. Then come four
-// rules for each gateway: UDP to and from the gateway, and ICMP to and from it. The last rules
-// accept TCP between a gateway on our node and each gateway that follows it in the list, and each
-// gateway on another node.
+// Rules returns the rules of an Accept, in order. The first two are for our devices. The next rules
+// are for each gateway on our node in turn. Four of them accept UDP to and from the gateway, and
+// ICMP to and from it. Then come rules that accept TCP between this gateway and each later gateway
+// in the list, and between this gateway and each gateway on another node.
 func (a Accept) Rules() []AcceptRule {
 	all := []AcceptRule{{In: true, Comment: acceptComment}, {Out: true, Comment: acceptComment}}
 	here, elsewhere := strings.Fields(a.Gateways), strings.Fields(a.Elsewhere)
@@ -117,9 +117,9 @@ func (a Accept) Comments() (all []string) {
 	return all
 }
 
-// OwnComment reports whether a comment marks one of our rules. local is the address of the rule's
-// gateway on our node, and remote that of its gateway on another node. Each is empty if the rule
-// has no such gateway.
+// OwnComment reports whether a comment marks one of our rules. If the rule is for a gateway on our
+// node, local is the address of that gateway. If it is for TCP to and from a gateway on another
+// node, remote is the address of the other gateway.
 func OwnComment(comment string) (local, remote string, ours bool) {
 	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
 		local, remote, _ = strings.Cut(gateways, "-")
@@ -188,7 +188,7 @@ const (
 	LimitGateway     = "GatewayOutOfReach"   // other nodes cannot reach a gateway's Pod on our node
 	LimitBridge      = "GatewayUnguarded"    // pods on a bridge of our node can send to a gateway as if they were nodes
 	LimitUncertain   = "ForwardingUncertain" // packets may be dropped
-	LimitRefused     = "Refused"             // a part of an API object is invalid
+	LimitRefused     = "Refused"             // an API object, or one of its fields, is invalid
 	LimitSnapshot    = "SnapshotNotKept"     // after a reboot, the node does not refuse networks until it reaches the API server
 	LimitVote        = "NodeDoesNotVote"     // the node does not vote on the active gateway
 )

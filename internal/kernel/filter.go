@@ -8,8 +8,8 @@ import (
 
 // Filter is an nftables table that keeps foreign packets out of the overlay. There are two fixed
 // lists of chains: one for a node, and one for a gateway's Pod. Filters with the same chains differ
-// only in the elements of their sets. Each field with a set is a sorted text, separated by spaces,
-// so that Filters are comparable.
+// only in the elements of their sets. Each field for a set is one text with all elements, sorted
+// and separated by spaces, so that Filters are comparable.
 type Filter struct {
 	Pod       bool   // the filter is for a gateway's Pod
 	Nodes     string // IPv4 addresses of nodes and gateways, from which overlay packets may come
@@ -65,9 +65,9 @@ type FilterSets struct {
 	Underlay, Bridges    []string
 }
 
-// FilterFor makes a Filter. It leaves out networks that are inside other networks. It keeps only
-// the IPv6 networks of peers, to which no packet may leave in the clear; the overlay does not carry
-// IPv6.
+// FilterFor makes a Filter. It leaves out networks that are inside other networks. Of the IPv6
+// networks, it keeps only those of peers, because no packet for a peer may leave in the clear. The
+// overlay does not carry IPv6, so the other sets need none.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
@@ -166,8 +166,8 @@ func (c FilterChain) Kind() string {
 // of ours or from a peer, and even if its source is translated later. The exception is a gateway
 // that is a Pod, which has its own filter (PodFilterChains). It receives packets of other nodes,
 // but none from the device of a pod: the CNI may replace the source of a pod's packet by the node's
-// address, and the gateway would trust that address. Packets from a bridge between nodes have been
-// checked at their bridge port (Bridge), unless their destination was translated later.
+// address, and the gateway would trust that address. The table Bridge has checked packets from a
+// bridge between nodes at their bridge port, unless their destination was translated later.
 //
 // Packets of peers arrive by our own devices: the overlay's device, and the devices of a gateway in
 // this namespace (isthmus.host, or the TUNs isthmus0 and so on).
@@ -188,11 +188,12 @@ func (c FilterChain) Kind() string {
 // A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
 // peer's source must come from the gateway, or from another node that forwards it for the gateway.
 // It must not come from the device of a pod, which is one end of a veth pair or a bridge. The same
-// holds for a packet to a peer with the source of another node's pod. Such a packet may come from
-// that other node, because it may have been sent to a NodePort of our node that leads to a peer. A
-// source that no pod has, such as that of a container outside of Kubernetes, must have its route
-// through the device by which the packet came. Otherwise one pod could send as thousands of hosts,
-// use up all of the gateway's NAPT ports towards a peer, and make the answers leave in the clear.
+// holds for a packet to a peer if the packet's source is a pod of another node. Such a packet may
+// come from that other node, because it may have been sent to a NodePort of our node that leads to
+// a peer. The source of a packet to a peer may also be an address that no pod has, such as that of
+// a container outside of Kubernetes. Then the packet must come from the device to which the route
+// to that address leads. Otherwise one pod could send as thousands of hosts, use up all of the
+// gateway's NAPT ports towards a peer, and make the answers leave in the clear.
 //
 // A packet for a peer leaves by one of our devices or not at all, even if another rule or route
 // sends it elsewhere: a foreign rule before ours, a route from a redirect, or the default route

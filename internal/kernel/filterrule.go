@@ -69,7 +69,8 @@ type (
 	}
 	// NotInSet matches if a field is not in a set.
 	NotInSet InSet
-	// NearSet matches if a set contains the /16 network of an IPv4 address.
+	// NearSet matches if a set contains the /16 network to which the field, an IPv4 address,
+	// belongs.
 	NearSet InSet
 
 	// From matches the name of the incoming device. A trailing "*" matches any suffix.

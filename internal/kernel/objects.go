@@ -43,8 +43,8 @@ type State struct {
 	Rules     []Rule
 }
 
-// Closed returns a part of a node's state that refuses all packets to and from peers. Its rules
-// come before all our other rules.
+// Closed returns the routes and rules of a node's state that refuse all packets to and from peers.
+// It gives the rules a priority before all our other rules.
 func (s State) Closed() (closed State) {
 	for _, r := range s.Routes {
 		if r.Table == RefuseTable || r.Table == GuardTable {
@@ -63,8 +63,8 @@ func (s State) Closed() (closed State) {
 
 // The kinds of objects. Each is a comparable value, so == compares objects.
 type (
-	// Device is one of our devices, with its immutable properties. Without Peer and VXLAN, it is a
-	// device of another kind with our name.
+	// Device is one of our devices, with its immutable properties. If neither Peer nor VXLAN is
+	// set, it is a device of another kind with one of our names.
 	Device struct {
 		In    Namespace
 		Name  string

@@ -9,7 +9,7 @@ const (
 	OverlayPort   = 4800            // UDP port of OverlayDevice
 
 	VethHost    = "isthmus.host" // the veth's end in the host's namespace
-	VethGateway = "isthmus.gw"   // its end in the gateway's namespace
+	VethGateway = "isthmus.gw"   // the veth's end in the gateway's namespace
 	TunPrefix   = "isthmus"      // prefix of a TUN in the gateway's namespace; the tunnel's number follows
 
 	MainTable    = 254  // the kernel's table; in the host's namespace it also has foreign routes
@@ -35,8 +35,8 @@ const (
 	// be consulted.
 	NodeRulePriority    = 419
 	GatewayRulePriority = 420
-	// Packets that a gateway on our node received from a peer are refused until the agent has
-	// noticed that the gateway is on our node.
+	// The agent may not have noticed yet that a gateway is on our node. Until it has, packets that
+	// this gateway received from a peer are refused.
 	GuardRulePriority = 421
 	// If the tables above have no route for a packet to a peer, it is refused before the main table
 	// is consulted.

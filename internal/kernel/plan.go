@@ -57,7 +57,7 @@ func AdditionsFor(have, want State) Plan {
 }
 
 // With returns the state that results from a plan. ok is false if the plan does anything but add
-// routes and rules. The routes of s must have the order of Route.Compare.
+// routes and rules. The routes of s must be sorted by Route.Compare.
 func (s State) With(added Plan) (now State, ok bool) {
 	now = s
 	var routes []Route
@@ -145,9 +145,9 @@ func PlanFor(have, want State) Plan {
 	return append(adds, removes...)
 }
 
-// planKind adds the changes of one kind of object. removes is nil for a kind that cannot be removed
-// separately. Adding an object that exists with other properties replaces it. key returns an object
-// without the properties that can be replaced.
+// planKind appends the changes of one kind of object to the plans adds and removes. removes is nil
+// for a kind that cannot be removed separately. If an object exists with other properties, adding
+// it again replaces it. key returns an object without the properties that can be replaced.
 func planKind[K comparable, V interface {
 	comparable
 	Object
@@ -163,7 +163,7 @@ func planKind[K comparable, V interface {
 	}
 }
 
-// conflictsWith reports whether want cannot be made before d is removed.
+// conflictsWith reports whether d must be removed before the device want can be made.
 func (d Device) conflictsWith(want Device) bool {
 	return d.In == want.In && d.Name == want.Name || d.In == Inner && d.Name == want.Peer
 }

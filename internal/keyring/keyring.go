@@ -28,7 +28,7 @@ import (
 // SecretName is the name of the Secret. It is Liqo's name (docs/liqo-v0.md, section 6.1).
 const SecretName = "wireguard-pubkey"
 
-// OfferName is the name of a Secret in the same namespace, which another program maintains. A new
+// OfferName is the name of a Secret that another program may maintain in the same namespace. A new
 // private key in its FieldPrivate becomes the next key.
 const OfferName = "isthmus-key"
 
@@ -180,8 +180,8 @@ func Begin(data map[string][]byte, next [32]byte, now time.Time) map[string][]by
 	return data
 }
 
-// Take returns a copy of data that starts a rotation to an offered key, unless it is the
-// current key.
+// Take returns a copy of data that records an offered key as taken. The copy starts a rotation to
+// that key, unless it is already the current key.
 func Take(data map[string][]byte, r Ring, offered [32]byte, now time.Time) map[string][]byte {
 	if data = Abandon(data); offered != r.Private {
 		data = Begin(data, offered, now)

@@ -16,10 +16,10 @@
 //     reboot before it answers.
 //  2. A voter that grants an ask stays bound to its holder for Timing.Bound. Meanwhile no other
 //     gateway gets the vote. A voter that starts is bound to the stored holder for the same time.
-//  3. A free voter accepts a higher epoch from any gateway; a bound voter accepts it only from its
-//     holder. An ask gets no vote if its epoch is lower than the stored one, if its list is older
-//     than the stored one, if it does not name the voter's incarnation, or if it is not newer than
-//     the last ask of the same gateway.
+//  3. A voter that is not bound accepts a higher epoch from any gateway. A bound voter accepts it
+//     only from its holder. An ask gets no vote if its epoch is lower than the stored one, if its
+//     list is older than the stored one, if it does not name the voter's incarnation, or if it is
+//     not newer than the last granted ask of the same gateway.
 //  4. A granted ask counts for the gateway until Timing.Mandate after the ask was sent.
 //     Timing.Mandate is shorter than Timing.Bound. So a vote never counts longer than it binds the
 //     voter, even if the clocks of the two hosts run at somewhat different rates.
@@ -27,9 +27,9 @@
 //     again. It sends a release when it stops, and when its mandate has ended for lack of answers.
 //  6. A voter that ends in an orderly way (SIGTERM) stores that it stays bound, and notifies its
 //     holder. The holder counts that vote for Timing.EndedMandate. The next voter on that node
-//     stays bound for Timing.EndedBound after its start, or until it answers an ask that names its
-//     own incarnation. Such an ask shows that the holder has an answer of the new voter, whose vote
-//     it counts like any other.
+//     stays bound until it grants an ask that names its own incarnation, but at most for
+//     Timing.EndedBound after its start. Such an ask shows that the holder has an answer of the new
+//     voter, whose vote it counts like any other.
 //  7. A voter without a stored promise may follow a voter that was bound to a gateway. For
 //     Timing.EndedBound, which is longer than any gateway counts an earlier vote, it votes only for
 //     a gateway that already has a mandate.
@@ -52,8 +52,9 @@
 // from free voters.
 //
 // Epochs order successive mandates, so that nodes and peers can follow the latest one. They do not
-// exclude two mandates at the same time. A voter that lost its promise may accept a lower epoch
-// than that of a mandate that ended more than Timing.EndedBound ago.
+// exclude two mandates at the same time. A voter that lost its promise may accept an epoch that is
+// lower than the epoch of an earlier mandate, if that mandate ended more than Timing.EndedBound
+// ago.
 //
 // The tests search the states of small systems with two gateways: with loss, delay, duplication
 // and reordering of messages, paused hosts, and restarts. If any one of the rules is broken,
@@ -61,8 +62,8 @@
 //
 // # Outside this package
 //
-// Package internal/source/kube switches between votes and the Lease. With a list without voters, no
-// gateway gets a mandate. One weakness remains: a voter that has lost its promise may receive a
+// Package internal/source/kube switches between votes and the Lease. While the list has no voters,
+// no gateway gets a mandate. One weakness remains: a voter that has lost its promise may receive a
 // delayed ask of a gateway whose mandate has ended. That voter then votes by the list of the ask,
 // which may be old.
 package mandate

@@ -190,7 +190,7 @@ func (g *Gateway) promised() uint64 {
 	return g.majorityValue(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
-// withdraw ends the claim and the mandate. The gateway claims no epoch before the time rest.
+// withdraw ends the claim and the mandate. rest is the earliest time of the next claim.
 func (g *Gateway) withdraw(rest Time) {
 	g.epoch, g.rest = 0, rest
 	for i := range g.votes {

@@ -15,8 +15,8 @@ type Timing struct {
 	Beat         time.Duration // interval between the asks of a gateway
 	Bound        time.Duration // how long a voter stays bound to its holder after an answer
 	Mandate      time.Duration // how long an answered ask counts after it was sent; less than Bound
-	EndedBound   time.Duration // how long a voter that ended in an orderly way stays bound
-	EndedMandate time.Duration // how long the vote of such a voter counts after the last ask was sent; less than EndedBound
+	EndedBound   time.Duration // after an orderly end of a voter: how long its vote binds the next voter on the node, from that voter's start
+	EndedMandate time.Duration // after such an end: how long the gateway counts the vote after it sent the last granted ask; less than EndedBound
 }
 
 // Usual is the Timing of real clusters. The difference between Bound and Mandate allows for

@@ -20,8 +20,8 @@ import (
 	"golang.org/x/crypto/chacha20poly1305"
 )
 
-// Types of messages, and lengths in octets: of each handshake message, and of the header and
-// tag of a data message.
+// Types of messages. Lengths in octets of the handshake messages, and of the header and the tag of
+// a data message.
 const (
 	InitiationType, ResponseType, CookieType, DataType = 1, 2, 3, 4
 	InitiationLen, ResponseLen, CookieLen              = 148, 92, 64
@@ -117,8 +117,8 @@ func (h *Handshake) Finish(m []byte) (*Session, error) {
 	return &Session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(keys[:32]), receive: aead(keys[32:])}, nil
 }
 
-// Connect makes a session over a socket that is connected to the gateway. A zero preshared means
-// none.
+// Connect makes a session over a socket that is connected to the gateway. If preshared is zero,
+// there is no preshared key.
 func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey, preshared [32]byte) (*Session, error) {
 	var last error
 	for range 10 {

@@ -37,7 +37,8 @@ const (
 	misses   = 4 // number of consecutive lost datagrams, each with an answered control, after which the overlay counts as broken
 )
 
-// State is the state of the path to one other end. It is not safe for concurrent use.
+// State is the state of the path to one other end of the overlay. It is not safe for concurrent
+// use.
 type State struct {
 	Broken   bool      `json:"broken"`            // packets arrive through the underlay, but not through the overlay
 	Since    time.Time `json:"since,omitzero"`    // when the first of the lost datagrams was sent
@@ -136,7 +137,7 @@ func (d Datagram) Send(ctx context.Context) Answer {
 			return !errors.Is(err, unix.EAGAIN)
 		}
 		found = d.answerIn(oob[:n])
-		return found != NoAnswer // otherwise wait on: the answer came from another device
+		return found != NoAnswer // false: continue to wait, because the answer came from another device
 	})
 	if err != nil {
 		return NoAnswer
@@ -145,8 +146,8 @@ func (d Datagram) Send(ctx context.Context) Answer {
 }
 
 // answerIn reads the control messages of an ICMP error. The kernel looks up the route before it
-// checks the TTL, so an end without a route returns "unreachable"; the datagram has reached that
-// end as well. If our own node has no route, connect fails.
+// checks the TTL, so an end without a route returns "unreachable". That answer, too, shows that the
+// datagram has reached the end. If our own node has no route, connect fails.
 func (d Datagram) answerIn(oob []byte) Answer {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {

@@ -126,8 +126,8 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
-// choose selects an endpoint of an imported Service. The result origin names the endpoint's cluster
-// and the number of ready endpoints of each cluster.
+// choose selects an endpoint of an imported Service. The result origin is a text with the
+// endpoint's cluster and the number of ready endpoints in each cluster.
 func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (addr netip.AddrPort, origin string, err error) {
 	var portName *string // name of the endpoints' port
 	if i.Spec.Type != mcs.Headless {

@@ -81,7 +81,7 @@ type Identity struct {
 type State struct {
 	ID      string `json:"id,omitempty"`         // ID of the exchange: a hash of the key and both identities
 	Seed    []byte `json:"privateKey,omitempty"` // seed of the decapsulation key; erased once there is a valid answer
-	Message []byte `json:"-"`                    // our key or our answer; nil: read it from the publication
+	Message []byte `json:"-"`                    // our key or our answer; nil: not read yet from the Fields that this side published
 	Sum     []byte `json:"sum,omitempty"`        // hash of Message
 	Tag     []byte `json:"tag,omitempty"`        // our tag
 	Theirs  []byte `json:"theirs,omitempty"`     // the tag that the peer must publish, or has published
@@ -156,14 +156,14 @@ const (
 	NotOffers Progress = "NotOffers" // the peer publishes no Fields
 	Malformed Progress = "Malformed" // the peer publishes an invalid key, answer or tag
 	Other     Progress = "Other"     // the peer's answer is for another key or another cluster
-	Altered   Progress = "Altered"   // the peer's tag is wrong: its publication was changed
+	Altered   Progress = "Altered"   // the peer's tag is wrong, so the published Fields of a side were changed or replaced
 	Changed   Progress = "Changed"   // the peer has replaced its accepted answer, so the exchange starts again
 )
 
-// Step advances a State. received is the peer's publication, and published is the last publication
-// of this side. The caller must store the resulting State before it publishes its Fields. The keys
-// in use change only if the peer proves that it has the new key, or if the peer leaves the
-// exchange.
+// Step advances a State. received has the Fields that the peer has published. published has the
+// Fields that this side published last. The caller must store the resulting State before it
+// publishes its Fields. The keys in use change only if the peer proves that it has the new key, or
+// if the peer leaves the exchange.
 func (s State) Step(ours, theirs Identity, received, published Fields) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
@@ -185,9 +185,9 @@ func (s State) Step(ours, theirs Identity, received, published Fields) (State, P
 	return s.readKey(received, context)
 }
 
-// recall completes a State that was read from the Secret. It derives the message from our seed,
-// or else reads it from our publication. If the message does not have the stored hash, the
-// exchange starts again.
+// recall completes a State that was read from the Secret. It derives the message from our seed, or
+// else reads it from the Fields that this side published. If the message does not have the stored
+// hash, the exchange starts again.
 func (s State) recall(published Fields) State {
 	if s.Message != nil || s.ID == "" {
 		return s
@@ -352,7 +352,7 @@ func (s State) Secrets() [][]byte {
 }
 
 // message joins the halves of a key or an answer. It returns nil if they are invalid, or if the
-// length of the result is not the given one, in octets.
+// result is not length octets long.
 func message(received Fields, length int) []byte {
 	return decoded(received[fieldFirst]+received[fieldSecond], length)
 }

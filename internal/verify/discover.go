@@ -34,7 +34,7 @@ type agreed struct {
 	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
-// agreedBy returns the networks that the cluster local uses for the networks of the cluster peer.
+// agreedBy returns the networks that one cluster (local) uses for the networks of another (peer).
 func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := local.Client.List(ctx, &list); err != nil {
@@ -115,8 +115,8 @@ func discover(ctx context.Context, local, peer *cluster.Cluster, a agreed, repor
 }
 
 // mappedIn returns the addresses that a cluster has mapped for a peer, each with the endpoint
-// behind it. Only addresses in external, the network on which the peer has agreed, are
-// returned. The tunnel's own endpoint is left out.
+// behind it. It leaves out the tunnel's own endpoint, and addresses outside of external, the
+// network that the peer uses for mapped addresses.
 func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip.Prefix) map[netip.Addr]netip.Addr {
 	mapped := map[netip.Addr]netip.Addr{}
 	for _, m := range all {

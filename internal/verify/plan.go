@@ -29,8 +29,8 @@ const (
 // fit into one packet, and more than any MTU of the path, so that UDP and ICMP are fragmented.
 var Sizes = map[string][]int{TCP: {1000, 500_000}, UDP: {100, 1300, 4000}, ICMP: {56, 1300, 4000}}
 
-// minSize is the minimum size, by protocol: for UDP the cookie and room for the Answer, for ICMP
-// the cookie.
+// minSize is the minimum size, by protocol: a UDP payload must have room for the cookie and an
+// Answer, and an ICMP payload for the cookie.
 var minSize = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
 
 // An End is a Pod that sends or receives.
@@ -100,9 +100,9 @@ func ParseOnly(words []string) (o Only, err error) {
 }
 
 // Targets returns the checks of targets from every End in a cluster: a ping to HOST, and a
-// connection to HOST:PORT. HOST is an address as that cluster uses it, such as that of a mapped
-// endpoint, or a name that the Pods resolve. Targets that the user named are checked even if
-// selection excludes their protocol.
+// connection to HOST:PORT. HOST is an address that this cluster uses, such as a mapped address, or
+// a name that the Pods resolve. Targets that the user named are checked even if selection excludes
+// their protocol.
 func Targets(local []End, selection Only, targets []Target) (checks []Check) {
 	for _, t := range targets {
 		protocol, word, size := ICMP, ICMP, Sizes[ICMP][0]
@@ -131,9 +131,9 @@ func (c Check) receiver() string {
 func among(all []string, one string) bool { return len(all) == 0 || slices.Contains(all, one) }
 
 // Plan returns the checks from every End in one cluster to every pod of the other, in both
-// directions. Ends in the host network only send, because a cluster cannot reach the other's
-// host network. sizes replaces the Sizes of a protocol. Sizes below the protocol's minimum
-// become one check of the minimum.
+// directions. Ends in the host network only send, because a cluster cannot reach the other's host
+// network. sizes replaces the Sizes of a protocol. All sizes below the protocol's minimum are
+// replaced by one check with the minimum size.
 func Plan(local, remote []End, selection Only, sizes map[string][]int) (checks []Check) {
 	known := map[Check]bool{}
 	for _, direction := range []struct {

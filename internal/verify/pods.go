@@ -32,8 +32,8 @@ const (
 	label = "isthmus.net/verify"
 	// echoPort is the port at which Pods in the pod network echo.
 	echoPort = 7468
-	// lifetime is the time after which Pods end by themselves, if this program was killed and could
-	// not delete them.
+	// lifetime is the time after which Pods end by themselves. It matters if this program was
+	// killed and could not delete them.
 	lifetime = 24 * time.Hour
 	// startTime is the time that Pods may take to run. The image may have to be pulled.
 	startTime = 3 * time.Minute
@@ -185,7 +185,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 	}
 }
 
-// wait waits until a Pod runs. The error contains the reason why it does not.
+// wait waits until a Pod runs. If the Pod does not get to run, the error contains the reason.
 func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("its state is unknown")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {

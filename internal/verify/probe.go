@@ -56,9 +56,9 @@ type Answer struct {
 	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // source address that the receiver saw; not set for ICMP
 }
 
-// Serve echoes TCP and UDP at port echo, unless that is 0, and accepts requests at port control of
-// the loopback address. It returns when ctx ends, when a request asks it to end, or after the time
-// idle without a request. If idle is 0, Serve never ends for lack of requests.
+// Serve echoes TCP and UDP at the port echo, unless echo is 0. It accepts requests at the port
+// control of the loopback address. It returns when ctx ends, when a request asks it to end, or when
+// no request has come for the duration idle. If idle is 0, Serve never ends for lack of requests.
 func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -105,8 +105,8 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	return err
 }
 
-// afterIdle calls end when alive has not been called for the time idle. If idle is 0, afterIdle
-// never calls end.
+// afterIdle calls end once the function that it returns has not been called for the duration idle.
+// If idle is 0, it never calls end.
 func afterIdle(idle time.Duration, end func()) (alive func()) {
 	if idle <= 0 {
 		return func() {}
@@ -142,8 +142,8 @@ func answerTCP(c net.Conn) error {
 	return errors.Join(writePiece(t, seenBy(c.RemoteAddr())), writePiece(t, payload))
 }
 
-// A transfer is a connection with two time limits: the longest pause without progress is attempt,
-// and the transfer must finish before end.
+// A transfer is a connection with two time limits. Each read and write must make progress within
+// the duration attempt, and the whole transfer must finish by the time end.
 type transfer struct {
 	net.Conn
 	end      time.Time
@@ -238,7 +238,7 @@ func portOf(a net.Addr) uint16 {
 	return addr.Port()
 }
 
-// run performs the Requests in the body of r, and responds with the Results.
+// run performs the Requests in the body of r, and responds with the Answers.
 func run(w http.ResponseWriter, r *http.Request) {
 	var requests []Request
 	if err := json.NewDecoder(io.LimitReader(r.Body, 1<<20)).Decode(&requests); err != nil || len(requests) > maxRequests {

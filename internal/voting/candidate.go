@@ -53,7 +53,7 @@ type View struct {
 	Holder string   // the Pod that a majority has voted for; empty: unknown
 	Since  uint64   // the epoch of Holder
 	Heard  []string // nodes that have answered an ask recently, sorted
-	Newest uint64   // version below which a list gets no majority
+	Newest uint64   // a list with a lower version gets no majority
 	List   uint64   // version of the list by which the candidate counts votes
 	// Pending reports that a proposed list, or a fence, does not count yet.
 	Pending bool
@@ -86,7 +86,7 @@ type Candidate struct {
 	last    View
 }
 
-// A target is a node with a vote, as the candidate knows it.
+// A target is the candidate's record of a node with a vote.
 type target struct {
 	addr   netip.Addr
 	cookie cookie
@@ -95,8 +95,8 @@ type target struct {
 	released bool         // the vote became free earlier than the field free says, so the holder has released it
 }
 
-// heard records an answer to the candidate of a Pod. A vote counts as released if it becomes free
-// more than two beats early.
+// heard records an answer. pod is the Pod of the candidate that received it. A vote counts as
+// released if it becomes free more than two beats early.
 func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	switch {
 	case a.Promise.Holder == pod:
@@ -127,9 +127,9 @@ func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Lo
 		voters:  make(map[mandate.ID]*target), notices: make(map[string]*notice)}
 }
 
-// Learn passes a list to the candidate: the list in the Lease, or a list to try. proposed means
-// that this gateway has proposed the list as the next one. A list that the candidate does not use
-// ends the mandate, unless proposed is true.
+// Learn passes a list to the candidate: the list in the Lease, or the list of a trial. proposed
+// means that this gateway has proposed the list as the next one. A list that the candidate does not
+// use ends the mandate, unless proposed is true.
 func (c *Candidate) Learn(l List, proposed bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -163,9 +163,9 @@ func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr ne
 	c.voters[id] = t
 }
 
-// Fence makes the voters store a version that is newer than that of any list with voters. Then no
-// gateway gets a vote any more. Fence requires a mandate. It is complete when View returns that
-// version as List.
+// Fence makes the voters store a version that is newer than the version of any list with voters.
+// Then no gateway gets a vote any more. Fence requires a mandate. It is complete when View returns
+// that version as List.
 func (c *Candidate) Fence() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -426,8 +426,8 @@ func (c *Candidate) beatSoon() {
 	}
 }
 
-// sentBy reports whether the address from, the source of a datagram, is the address of the node
-// called name. A forged datagram only delays the next notice to that node by noticeInterval.
+// sentBy reports whether from, the source address of a datagram, belongs to the named node. A
+// forged datagram only delays the next notice to that node by noticeInterval.
 func (c *Candidate) sentBy(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]

@@ -32,10 +32,10 @@ const (
 
 	crowdInterval = 250 * time.Millisecond // interval of the calls of Crowd.Open
 
-	// knownRate is the maximum number of signatures that a voter checks per second, for asks that
-	// name its incarnation, which only receivers of its answers have. The same limit applies
-	// separately to other asks from the addresses of gateways. strangeRate is the limit for all
-	// remaining asks. A gateway sends seven asks per second.
+	// knownRate is the maximum number of signatures per second that a voter checks for asks that
+	// name its incarnation. Only receivers of its answers have the incarnation. The same limit
+	// applies separately to other asks from the addresses of gateways. strangeRate is the limit for
+	// all remaining asks. A gateway sends seven asks per second.
 	knownRate   = 500
 	strangeRate = 50
 )
@@ -86,8 +86,8 @@ type waitingGateway struct {
 	at  net.Addr
 }
 
-// A record is the stored state of a voter. It includes the voter's place, because a voter may start
-// while the API server is unreachable.
+// A record is the stored state of a voter. It includes the address and the key, because a voter may
+// start while the API server is unreachable.
 type record struct {
 	Place   place           `json:"place"`
 	Promise mandate.Promise `json:"promise"`

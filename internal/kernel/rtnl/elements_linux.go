@@ -107,9 +107,9 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 // changeTable brings a table to its desired state in one transaction, so that the table never
 // disappears. If only elements of sets differ, it changes these: replacing the table takes some 20
 // ms, because the kernel waits until no packet is in the old chains. The kernel changes elements
-// only if the tables still have the generation that was read. The next generation is then our own
-// transaction, and the tables need not be read again. have returns the table as last read, or nil
-// if its chains are not the wanted ones.
+// only if the tables still have the generation that was read. Then the next generation comes from
+// our own transaction, and the tables need not be read again. have returns the table that was last
+// read, or nil if its chains differ from the wanted ones.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
 	doubt := func() { // read everything again, because we may have ignored the event of a foreign transaction as our own
 		k.memory.filter.Store(true)

@@ -24,7 +24,8 @@ var groups = []int{unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFAD
 
 // Events calls notify whenever a change may concern the objects of k's owner, until ctx ends. An
 // event only means "compare again", so losing one only causes a delay. After this call, Apply reads
-// the kernel's objects only if another program has changed them.
+// the kernel's objects only if another program has changed them, or if the last read is older than
+// rereadInterval.
 func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	for in := range k.handles {
 		if k.handles[in] == nil {

@@ -100,8 +100,8 @@ func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement,
 	return all, nil
 }
 
-// tablesRead has the tables as last read, and their generation. The kernel increments the
-// generation with every transaction in the namespace.
+// tablesRead is the result of the last read: the tables and their generation. The kernel increments
+// the generation with every transaction in the namespace.
 type tablesRead struct {
 	generation uint32 // 0: unknown
 	filters    []kernel.Filter
@@ -125,8 +125,8 @@ func (k *Kernel) haveTables() tablesRead {
 	return k.tables
 }
 
-// complete reports whether all tables were read and have their expected content. If not, the
-// returned error may be the reason.
+// complete reports whether the table of the Filter exists, and all tables that exist have the
+// expected content.
 func (r tablesRead) complete() bool {
 	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT) && !slices.Contains(r.bridges, changedBridge)
 }
@@ -316,7 +316,7 @@ func boolean(b bool) int {
 	return 0
 }
 
-// networkBetween returns the network of all addresses from start to end, without end.
+// networkBetween returns the network of the addresses from start up to, but not including, end.
 func networkBetween(start, end netip.Addr) string {
 	for bits := range start.BitLen() + 1 {
 		if p, err := start.Prefix(bits); err == nil && p.Addr() == start && afterLast(p) == end {

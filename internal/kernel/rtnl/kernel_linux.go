@@ -1,8 +1,9 @@
 // Package rtnl applies a kernel.State by rtnetlink(7) and nftables, in the network namespace of the
-// process and, for a gateway on the host network, in a second one that it creates. It owns the
-// objects that package kernel lists for an Owner, and holds a lock so that only one process manages
-// them. The kernel holds the state: after a crash, the next process finds everything in place and
-// changes nothing. The route agent and the gateway open one Kernel each.
+// process. For a gateway on the host network, it also creates a second namespace, and manages
+// objects there. It owns the objects that package kernel lists for an Owner, and holds a lock so
+// that only one process manages them. The kernel holds the state: after a crash, the next process
+// finds everything in place and changes nothing. The route agent and the gateway open one Kernel
+// each.
 package rtnl
 
 import (

@@ -52,7 +52,7 @@ const (
 	xtCommentSize  = 256
 )
 
-// legacyLimits returns the Limits caused by the table filter of iptables-legacy, if it exists.
+// legacyLimits returns the Limits caused by the table "filter" of iptables-legacy, if it exists.
 func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	if !hasLegacy() {
 		return nil
@@ -112,7 +112,7 @@ func firstAddr(networks string) (netip.Addr, bool) {
 	return p.Addr(), true
 }
 
-// A legacyTable is the table filter in the kernel's format.
+// A legacyTable is the table "filter" in the kernel's format.
 type legacyTable struct {
 	forward int // offset of the chain FORWARD
 	policy  int // offset of its policy, which is its last entry
@@ -261,7 +261,7 @@ func acceptEntries(a kernel.Accept) (all [][]byte) {
 	return all
 }
 
-// acceptEntry returns a rule with a comment that accepts everything.
+// acceptEntry returns a rule that accepts everything, with a comment.
 func acceptEntry(comment string) []byte {
 	const target = iptEntrySize + xtMatchSize + xtCommentSize
 	e := make([]byte, target+xtMatchSize+8)
@@ -277,8 +277,8 @@ func acceptEntry(comment string) []byte {
 	return e
 }
 
-// changeLegacy removes our rules from the table, or replaces them with those of an Accept. Foreign
-// rules keep their positions and counters.
+// changeLegacy removes our rules from the table, or replaces them with the rules of an Accept.
+// Foreign rules keep their positions and counters.
 func changeLegacy(remove bool, a kernel.Accept) error {
 	lock, err := lockLegacy()
 	if err != nil {

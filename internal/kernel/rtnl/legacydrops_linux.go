@@ -51,8 +51,8 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 	return false
 }
 
-// entryMatches evaluates struct ipt_ip at the beginning of an entry. Of the entry's matches it
-// accepts only comments.
+// entryMatches evaluates struct ipt_ip at the beginning of an entry. It returns false if the entry
+// has a match other than a comment.
 func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 	const (
 		invIn, invOut, invSrc, invDst = 1, 2, 8, 0x10

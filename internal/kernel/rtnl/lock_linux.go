@@ -136,10 +136,10 @@ func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 	return port, nil
 }
 
-// lockAddress is the lock for kernels without tables that have an owner: an abstract Unix address.
-// Any user can bind that address, so only a holder that is root or the same user counts. If another
-// user has bound the address, this process continues without a lock. The missing lock does harm
-// only if two instances run.
+// lockAddress is the lock for kernels that do not support tables with an owner. It binds an
+// abstract Unix address. Any user can bind that address, so only a process of root or of our own
+// user counts as a holder. If another user has bound the address, this process continues without a
+// lock. The missing lock does harm only if two instances run.
 func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	at := &net.UnixAddr{Name: "@" + owner.Lock, Net: "unix"}
 	l, err := net.ListenUnix("unix", at)

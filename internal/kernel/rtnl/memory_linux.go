@@ -71,8 +71,8 @@ func netlinkPorts() map[int]uint32 {
 	return all
 }
 
-// remembered returns the objects of the owner. It uses the copy in memory if no other program has
-// changed the objects.
+// remembered returns the objects of the owner. It uses the copy in memory if that is recent, and no
+// other program has changed the objects since.
 func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	m := &k.memory
 	if m.state == nil || !m.following.Load() || m.stale.Load() || time.Now().After(m.until) || !k.hasLinks(want) {

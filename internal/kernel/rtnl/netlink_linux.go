@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// readObjects reads the owner's objects. want determines only which values of /proc/sys to read,
-// and which devices besides the owner's.
+// readObjects reads the owner's objects. It uses want only to choose the values of /proc/sys to
+// read, and the links to read in addition to the owner's devices.
 func (k *Kernel) readObjects(want kernel.State) (kernel.State, error) {
 	places := slices.Clone(k.owner.Devices)
 	for _, l := range want.Links {

@@ -156,8 +156,8 @@ func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
 	return nil
 }
 
-// reachesOthers reports whether events may concern routes other than our own, of which there are
-// thousands.
+// reachesOthers returns false if all events are about our own routes. There may be thousands of
+// these.
 func reachesOthers(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	return err != nil || slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {

@@ -151,8 +151,8 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or each object of a List. position is the object's position in the file,
-// for problems found before the object's name is known.
+// object reads one object, or each object of a List. position is the object's position in the file.
+// Problems contain it until the object's name is known.
 func (l *loader) object(origin fabric.Origin, position string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`

@@ -1,7 +1,7 @@
-// Package file reads the configuration of a gateway from a directory. The directory contains
-// the same TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and one
-// file for the gateway itself, in a format of this package. A bug report is such a directory,
-// and so is a test case. The package never writes to the directory. The gateway command calls
+// Package file reads the configuration of a gateway from a directory. The directory contains the
+// same TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and one file for
+// the gateway itself, in a format of this package. Such a directory is enough to reproduce a
+// problem or to write a test. The package never writes to the directory. The gateway command calls
 // Watch, and `isthmus trace` calls Load.
 //
 //	dir/gateway.yaml     kind Gateway, see GatewayFile
@@ -41,7 +41,7 @@ type Snapshot struct {
 	File       GatewayFile
 	PrivateKey PrivateKey     // the key in File.PrivateKeyFile
 	NextKey    PrivateKey     // the key in File.NextPrivateKeyFile; zero: the key is not being rotated
-	Gateway    fabric.Gateway // complete: no object was left out because of a Problem
+	Gateway    fabric.Gateway // no object is left out: any Problem makes Load fail
 	// OpenKeys lists the files with private keys that other users can access, each with its mode,
 	// such as "private.key (0644)".
 	OpenKeys []string
@@ -62,10 +62,10 @@ func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil 
 // or *.json. It skips names with a leading dot, such as the ..data directories of a mounted
 // ConfigMap.
 //
-// The error joins all problems with errors.Join, sorted. A problem in the content of a file is a
-// fabric.Problem. The error names files and fields, and never contains a private key. If files
-// change while Load reads them, it reads the directory again. It fails if the changes last longer
-// than about a second.
+// The error contains all problems, sorted and joined by errors.Join. A problem in the content of a
+// file is a fabric.Problem. The error names files and fields, and never contains a private key. If
+// files change while Load reads them, it reads the directory again. It fails if the changes last
+// longer than about a second.
 func Load(dir string) (Snapshot, error) {
 	snapshot, _, err := loadSettled(dir)
 	return snapshot, err
@@ -88,7 +88,7 @@ func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) 
 	return Snapshot{}, fingerprint{}, fmt.Errorf("%s: %w", dir, errUnsettled)
 }
 
-// load reads the directory once. The fingerprint has the state of each file at the time of opening
+// load reads the directory once. The fingerprint has the state that each file had when load opened
 // it.
 func load(dir string) (Snapshot, fingerprint, error) {
 	names, err := list(dir)

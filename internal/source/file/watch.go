@@ -22,9 +22,9 @@ const (
 //
 // Watch polls once a second, because polling works with every file system. It also works with a
 // mounted ConfigMap, where an update replaces one symbolic link for all files and breaks inotify
-// watches on the files. Watch compares name, inode, size and modification time. It reads the files
-// once these have been stable for 200 ms, so that it rarely reads a half-written file. It reports a
-// change within about 1.5 s.
+// watches on the files. Watch compares name, inode, size and modification time. Once all four have
+// been stable for 200 ms, it reads the files, so that it rarely reads a half-written file. It
+// reports a change within about 1.5 s.
 func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	var (
 		last    Snapshot

@@ -42,9 +42,9 @@ const writeInterval = time.Second
 // attempt to write the Service. It returns when ctx ends or another replica takes over, and
 // then leaves all objects unchanged.
 //
-// Write begins after the first complete read from the API server. A replica that runs from its
-// saved snapshot cannot reach the API server. Write sends only differences. Each object has its own
-// retries, so a failing write delays no other object.
+// Write begins after the first complete read from the API server, so a replica that runs from its
+// saved snapshot writes nothing yet. Write sends only differences. Each object has its own retries,
+// so a failing write delays no other object.
 func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
 	g.writing.Lock()
 	defer g.writing.Unlock()
@@ -106,10 +106,10 @@ type writer struct {
 
 // memory is the state of one written object.
 type memory struct {
-	version      string    // resourceVersion before the last patch by this replica; if the cache returns it, the cache is stale
+	version      string    // resourceVersion before the last patch by this replica; a cached object that still has this version is stale
 	written      time.Time // time of the last successful write
 	retries      retries
-	cost         retries       // retries for the pod deletion cost, which an admission policy may reject on its own
+	cost         retries       // retries of the pod deletion cost's own patch, which an admission policy may reject separately
 	rtt          time.Duration // smoothed round-trip time
 	statusInputs statusInputs  // inputs from which the stored status was made; zero: unknown
 	pruned       bool          // the API server drops the conditions of the object's status
@@ -139,14 +139,15 @@ func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
 	return o.GetResourceVersion() != m.version && !now.Before(r.next)
 }
 
-// patch writes the difference between have and want, unless another client has changed the
-// object since it was read. It returns true if the API server accepted the patch. want is then
-// the object as stored.
+// patch writes the difference between have and want, unless another client has changed the object
+// since it was read. If the API server accepts the patch, patch returns true and sets want to the
+// stored object.
 func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) bool {
 	return w.patchFor(ctx, kind, have, want, status, &w.memoryOf(have).retries)
 }
 
-// patchFor is like patch, with separate retries for a part of the object.
+// patchFor is like patch, but counts failures in r, so that some fields of the object can be
+// retried separately.
 func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) bool {
 	m := w.memoryOf(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
@@ -252,10 +253,10 @@ func (w *writer) markActive(ctx context.Context, placed func()) {
 // ends standbys first, so an update of all replicas moves the active gateway only once.
 const activeDeletionCost = "1"
 
-// markService writes annotations into the Service that direct the nodes to this replica.
+// markService annotates the Service, so that the nodes find this replica.
 func (w *writer) markService(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
-	if w.o.Node != "" { // agents find a host-network gateway by the TunnelEndpoints instead
+	if w.o.Node != "" { // a gateway in a Pod; agents find a host-network gateway by the TunnelEndpoints instead
 		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()
 	}
 	if v := w.votes(); v.wanted || have.Annotations[isthmus.AnnotationVotes] != "" {

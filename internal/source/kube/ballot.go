@@ -40,8 +40,8 @@ const (
 	// mandate.Usual.EndedMandate.
 	maxAgentAbsence = 10 * time.Second
 
-	// maxVotersAbsence is how long the Nodes of a majority of voters must be missing before the
-	// Lease decides again.
+	// maxVotersAbsence is how long the condition of ballot.absent must last before the Lease
+	// decides again.
 	maxVotersAbsence = 30 * time.Second
 )
 
@@ -144,7 +144,7 @@ type ballot struct {
 	trial  voting.List          // list of the trial; see try
 	tried  time.Time            // when the trial began
 	silent map[string]bool      // nodes that did not answer in the trial
-	absent time.Time            // since when no majority of the voters has had Nodes or has answered; zero: a majority has
+	absent time.Time            // since when fewer than a majority of the voters have Nodes, and fewer than a majority answer; zero: this is not the case
 	quiet  map[string]time.Time // silent voter → since when it has been silent
 	key    func()               // calls Gateway.publishKey
 
@@ -155,12 +155,12 @@ type ballot struct {
 }
 
 // voters chooses the nodes that vote: an odd number of at most maxVoters, or none if there are
-// fewer than minVoters. It prefers the nodes in before, and takes further nodes in a stable order.
-// It never chooses a node in without.
-func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[string]netip.Addr {
+// fewer than minVoters. It prefers nodes that voted before, and takes further nodes in a stable
+// order. It never chooses an excluded node.
+func voters(nodes, before map[string]netip.Addr, excluded map[string]bool) map[string]netip.Addr {
 	var all []string
 	for name := range nodes {
-		if !without[name] {
+		if !excluded[name] {
 			all = append(all, name)
 		}
 	}
@@ -187,8 +187,9 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 	return chosen
 }
 
-// step returns the next list on the way from have to the voters in want. It differs from have by
-// one voter. If have already has these voters, step returns have.
+// Two successive lists differ by exactly one voter. step returns a successor of the list have that
+// is one change closer to the wanted voters. If have already contains exactly these voters, step
+// returns have.
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {
@@ -271,8 +272,8 @@ func (e *election) hasMajorityLocked(v voting.View) bool {
 
 // staleList explains why no gateway can get votes with list: it is two or more versions older than
 // the list that the nodes have stored. It returns "" if list is recent enough. A gateway must not
-// repair this by publishing the old voters under a newer version. By the nodes' list, another
-// gateway may be active, and a majority of that list may include no voter of the old list.
+// repair this by publishing the old voters under a newer version. Another gateway may be active by
+// the votes of the nodes' list, and a majority of that list may include no voter of the old list.
 func staleList(list voting.List, v voting.View) string {
 	if v.Newest <= list.Version+1 {
 		return ""
@@ -281,7 +282,7 @@ func staleList(list voting.List, v voting.View) string {
 		isthmus.LeaseGateway, list.Version, v.Newest, isthmus.AnnotationVoters, v.Newest+1)
 }
 
-// reevaluateVotesLocked updates the name of the active replica by the votes. The caller holds e.mu.
+// reevaluateVotesLocked determines from the votes which replica is active. The caller holds e.mu.
 func (e *election) reevaluateVotesLocked(v voting.View, now time.Time) {
 	if has := e.hasMajorityLocked(v) && staleList(e.list, v) == ""; has || e.hasMajority {
 		e.hasMajority, e.lastMajority = has, now
@@ -405,9 +406,9 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	return all
 }
 
-// useful returns the nodes that may vote from now on: the nodes in answering, and those voters in
-// list that exist in nodes and have been silent for less than maxSilence. It adds these voters to
-// answering.
+// useful returns the nodes that may vote from now on. It starts with the nodes that answer, and
+// adds each voter of the list that has a Node and has been silent for less than maxSilence. It
+// modifies and returns the map answering.
 func (b *ballot) useful(answering, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)

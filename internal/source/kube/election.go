@@ -29,7 +29,8 @@ const (
 	retryPeriod   = 2 * time.Second
 	leaseTimeout  = 2500 * time.Millisecond // timeout of one request
 
-	// contactGap is the minimum time without a response that cannot be due to slow requests.
+	// After contactGap without a response, slow requests cannot be the reason: the API server was
+	// unreachable.
 	contactGap = retryPeriod + leaseTimeout + time.Second/2
 )
 
@@ -65,7 +66,7 @@ type election struct {
 	leaseChanged signal        // the Lease has changed
 	voted        signal        // the votes have changed
 	votes        *ballot       // nil: nodes never vote
-	cached       func() string // the holder of the Lease according to the watch, which may be behind
+	cached       func() string // returns the holder of the Lease from the cache of Gateway, which may be stale
 
 	// Only the goroutine of run uses the next four fields.
 	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
@@ -85,7 +86,7 @@ type election struct {
 	lastMajority time.Time   // when hasMajority was last true; zero: never
 	eligible     bool        // this replica may become active
 	renewed      time.Time   // when the last successful renewal by this replica was sent
-	firstSeen    time.Time   // when this replica first read the present version of the Lease, or its first contact after an outage of the API server, if that was later
+	firstSeen    time.Time   // the later of two times: when this replica first read the present version of the Lease, and its first contact after the last outage of the API server
 	last         time.Time   // last contact with the API server
 	away         bool
 	taking       bool   // a request that makes this replica the holder is pending or was lost
@@ -299,8 +300,9 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil && lease.Spec.LeaseTransitions != nil {
 		transition = *lease.Spec.LeaseTransitions
 	}
-	// Votes may be newer than the Lease. But after a restart, a replica has saved the number of the
-	// last takeover without the name of the new holder, so it reads the name from the Lease.
+	// Votes may be newer than the Lease. But the state that a replica saves has the number of the
+	// last takeover without the name of the new holder. So after a restart, the replica reads the
+	// name from the Lease.
 	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
 		e.reevaluateLocked(now)
 		return
@@ -316,8 +318,8 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.reevaluateLocked(now)
 }
 
-// viewLocked returns the state of this replica, without the data about other gateways, which
-// begin adds. The caller holds e.mu.
+// viewLocked returns a view without its fields free and wait, which begin sets. The caller holds
+// e.mu.
 func (e *election) viewLocked(now time.Time) view {
 	v := view{leaseState: leaseState{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
@@ -379,8 +381,8 @@ func (e *election) lastTransition() int32 {
 	return e.transition
 }
 
-// reached returns whether the API server answered, and records the result. NotFound, Conflict and
-// AlreadyExists count as answers.
+// reached reports whether the API server answered a request that returned err, and records the time
+// of the answer. NotFound, Conflict and AlreadyExists count as answers.
 func (e *election) reached(err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -421,7 +423,7 @@ func (e *election) holder() string {
 	return e.name
 }
 
-// lastContact returns when the Lease was last read or written.
+// lastContact returns when the API server last answered a request for the Lease.
 func (e *election) lastContact() time.Time {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -443,9 +445,9 @@ func (e *election) readHolder(ctx context.Context) (holder string, refused bool,
 	return holderOf(lease), false, nil
 }
 
-// resume makes this replica the holder because its snapshot says so, until it learns of another
-// holder. Call resume before run. This replica does not send to peers until all gateways that
-// answered before the restart have answered again.
+// resume makes this replica the holder, as it was when it saved its snapshot, until it learns of
+// another holder. Call resume before run. This replica does not send to peers until all gateways
+// that answered before the restart have answered again.
 func (e *election) resume(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -39,8 +39,8 @@ type GatewayOptions struct {
 	// network.
 	Node string
 	// Cluster is the identity of our cluster. If Cluster has no ID, the identity comes from the
-	// ConfigMap in Namespace that Liqo and `isthmus install` write. If there is no such ConfigMap,
-	// the ID is the UID of the namespace kube-system.
+	// ConfigMap that Liqo or `isthmus install` writes into Namespace. If there is no such
+	// ConfigMap, the ID is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // number of tunnels of this replica; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
@@ -180,7 +180,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		leave()
 		stopQuestions()
 		elector.Wait()
-		questioners.Wait() // after this, answers to other gateways would be wrong
+		questioners.Wait() // stop answering first: after the release, answers to other gateways would be wrong
 		close(g.leaving)
 		// Wait for a write in progress: it could name this replica after the successor has
 		// named itself.

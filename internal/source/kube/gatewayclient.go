@@ -153,8 +153,9 @@ func (g *Gateway) waiter() func(error) {
 	}
 }
 
-// identity returns the identity of our cluster. If the options contain an ID, identity returns them
-// without asking the API server for a name, which is only shown to people.
+// identity returns the identity of our cluster. If the options contain a cluster ID, identity
+// returns the ID and the name in the options. It does not read a missing name from the API server,
+// because names are only shown to people.
 func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
 	if g.o.Cluster.ClusterID != "" {
 		return g.o.Cluster, nil // was validated with the command line

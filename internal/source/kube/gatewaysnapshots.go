@@ -27,7 +27,7 @@ type desired struct {
 	snapshot   Snapshot
 	err        error // reason why snapshot is out of date; nil: it is up to date
 	valid      bool
-	remembered error // set if snapshot comes from the state directory: the reason, and since when
+	remembered error // if snapshot comes from the state directory: why, and since when; nil: it comes from the API server
 }
 
 // setDesired replaces g.desired. The caller holds g.mu.

@@ -14,8 +14,8 @@ import (
 )
 
 // handOverTimeout is how long an ending replica waits for another replica to take over. A standby
-// that misses a change of the Lease reads it again after retryPeriod. handOverInterval is the
-// interval between its checks whether another replica has taken over.
+// that misses a change of the Lease reads it again after retryPeriod. Every handOverInterval, the
+// ending replica checks whether another replica has taken over.
 const (
 	handOverTimeout  = 4 * time.Second
 	handOverInterval = 10 * time.Millisecond
@@ -70,8 +70,8 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 	return "", waiting
 }
 
-// holder returns the holder of the Lease as the watch last saw it, which may be stale. It returns
-// "" if there is no holder, or if the watched objects have not been read yet.
+// holder returns the holder of the Lease from the cache, which may be stale. It returns "" if there
+// is no holder, or if the watched objects have not been read yet.
 func (g *Gateway) holder(ctx context.Context) string {
 	if !g.reading.Load() { // before all objects have been read, the cache is not usable
 		return ""

@@ -22,14 +22,14 @@ import (
 // Labels of the Secret that gateways create. Package keyring defines the Secret's data.
 const (
 	keyLabelValue = "wireguard"
-	// labelManagedBy marks a Secret that we created. `isthmus uninstall` deletes no other Secret,
-	// such as one of a Liqo in the same namespace.
+	// labelManagedBy marks a Secret that we created. `isthmus uninstall` keeps Secrets without this
+	// label, because a Liqo in the same namespace may have created them.
 	labelManagedBy = "app.kubernetes.io/managed-by"
 	managedBy      = "isthmus"
 )
 
-// keyFrom parses the keys. A wrong public key in the Secret is a problem and not an error, because
-// only peers that read it now use it. Peers that already have the right key stay connected.
+// keyFrom parses the keys. A wrong public key in the Secret is only a problem, and not an error:
+// peers that already have the right key stay connected.
 func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err := keyring.Key(secret.Data, keyring.FieldPrivate)
@@ -92,9 +92,9 @@ func keySecret(namespace string, ring keyring.Ring, tunnels int, now time.Time) 
 	}
 }
 
-// createKey creates the Secret with the keys in use, if there are any, so that the loss of the
-// Secret breaks no connection. If several replicas try, one succeeds, and the others then read
-// its Secret.
+// createKey creates the Secret. If keys are in use, it stores these keys, so that the loss of the
+// Secret breaks no connection. If several replicas try, one succeeds, and the others then read its
+// Secret.
 func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -113,11 +113,11 @@ func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 // tunnelsRetryInterval is the delay after which a failed write of the Secret is repeated.
 const tunnelsRetryInterval = 10 * time.Second
 
-// syncTunnels writes this replica's tunnels into data.tunnels, once for each private key. While an
-// administrator changes the number of tunnels, replicas have different numbers. Each replica writes
-// its own number when it starts, so the newest replica prevails. If the value does not belong to
-// the private key, any replica corrects it at any time. syncTunnels returns a problem if the write
-// fails.
+// syncTunnels writes the public keys of this replica's tunnels into data.tunnels, once for each
+// private key. While an administrator changes the number of tunnels, replicas have different
+// numbers. Each replica writes its own number when it starts, so the newest replica prevails. If
+// the value does not belong to the private key, any replica corrects it at any time. syncTunnels
+// returns a problem if the write fails.
 func (r *refresher) syncTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
 	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, r.o.Tunnels)
 	switch {

@@ -20,10 +20,10 @@ import (
 type locations struct {
 	mu     sync.Mutex
 	known  fabric.PodPlaces        // the nodes and pods; empty for a host-network gateway, which does not deliver packets
-	has    map[string][]netip.Addr // node → its addresses as counted in addrs
+	has    map[string][]netip.Addr // node → the addresses of the node that are included in the counts of addrs
 	addrs  map[netip.Addr]int      // address of any type → number of nodes that have it
 	nodes  fabric.Site             // Site made from addrs; must not be modified while shared is set
-	shared bool                    // a caller holds nodes, so the next change must copy it
+	shared bool                    // site has returned the value of nodes, so the next change must copy it first
 
 	agents map[string]string // namespace/name of route agents' Pods → their node
 }
@@ -83,7 +83,8 @@ func (p *locations) set(oldObject, newObject any) bool {
 	return false
 }
 
-// setAgent records the node of a route agent's Pod. It reports whether that node has changed.
+// setAgent records the node of a route agent's Pod. It returns false if the same node was recorded
+// before, or if the Pod is not a route agent's.
 func (p *locations) setAgent(pod *corev1.Pod) bool {
 	id := pod.Namespace + "/" + pod.Name
 	if pod.Labels[labelName] != agentName || pod.Spec.NodeName == "" || p.agents[id] == pod.Spec.NodeName {

@@ -107,7 +107,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 			w.last = now
 			deliver(now.intent, now.problems)
 			w.remember(now.intent)
-		} else if w.epoch != w.remembers { // nodes have begun or stopped to vote
+		} else if w.epoch != w.remembers { // the nodes have begun or stopped voting
 			w.remember(now.intent)
 		}
 	}

@@ -23,7 +23,7 @@ type caches struct {
 
 // open starts a cache that ends with ctx. It retries until the API server answers.
 func (c *caches) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
-	err = retry(ctx, waiting, func() (err error) { // newObjects reads the kinds that the API server serves
+	err = retry(ctx, waiting, func() (err error) { // newObjects needs the API server, because it reads the list of served kinds
 		o, err = newObjects(c.config, kinds, c.log)
 		return err
 	})

@@ -297,7 +297,8 @@ type otherGateway struct {
 	open         map[nonce]time.Time
 }
 
-// stranger reports whether nothing but a question, which may be a replay, shows that o exists.
+// stranger reports whether this gateway has only received questions from o. They may be replays, so
+// they do not prove that o exists.
 func (o *otherGateway) stranger() bool { return !o.listed && !o.answered }
 
 // maxMissed is how many questions an unlisted gateway may leave unanswered before it is forgotten.

@@ -55,9 +55,8 @@ func (w *nodeWatch) remember(in fabric.NodeIntent) {
 	w.remembers = w.epoch
 }
 
-// recall delivers the saved intent with the gateway that the nodes have elected since, and
-// delivers it again after each signal of elected. stop ends recall and waits until it has
-// ended.
+// recall delivers the saved intent with the gateway that the nodes have elected since, and delivers
+// it again after each signal from elected. stop ends recall and waits until it has ended.
 func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fabric.NodeIntent, []fabric.Problem)) (stop func()) {
 	m := memoryOf(w.directory, w.log)
 	if m == nil {

@@ -23,8 +23,8 @@ func (g *Gateway) remember() *remembered {
 // available, and another replica may have taken over during the restart.
 const resumeMisses = 2
 
-// await returns once all watched objects have been read. If it cannot read the Lease and known is
-// not nil, it makes this replica active with the snapshot known, and returns.
+// await returns once all watched objects have been read. If it cannot read the Lease but there is a
+// saved snapshot (known is not nil), it makes this replica active with that snapshot, and returns.
 func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
 		holder, refused, err := e.readHolder(ctx)
@@ -63,7 +63,7 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 	}
 }
 
-// resume makes this replica the active one with the state in known.
+// resume makes this replica the active one, with the state that it saved before the restart.
 func (g *Gateway) resume(e *election, known *remembered, others acquaintance) {
 	why := known.reason(time.Now())
 	g.log.Warn("active again from the snapshot, without the API server", "peers", len(known.snapshot.Gateway.Peers), "reason", why)

@@ -72,7 +72,7 @@ const offerInterval = 10 * time.Second
 // offer is the result of reading the Secret with an offered key.
 type offer struct {
 	key        [32]byte  // zero: no key is offered
-	absent     time.Time // time of the first of the consecutive reads that found no Secret; zero: the last read found the Secret or failed
+	absent     time.Time // when reads began to find no Secret; zero: the last read found the Secret or failed
 	next       time.Time
 	lastLogged string // last logged problem
 }

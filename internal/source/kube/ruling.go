@@ -6,9 +6,9 @@ import "time"
 const (
 	questionInterval = 250 * time.Millisecond
 
-	// deferFor is how long a standby does not take the Lease after it sent a question to a
-	// gateway that answered that it holds the Lease. It is less than leaseDuration-retryPeriod,
-	// so that it does not delay a takeover from a dead gateway.
+	// If a gateway answers a standby's question that it holds the Lease, the standby does not take
+	// the Lease for deferFor after it sent the question. deferFor is less than
+	// leaseDuration-retryPeriod, so that it does not delay a takeover from a dead gateway.
 	deferFor = 4 * time.Second
 
 	// renewForHolderAfter is how long a holder may answer questions but fail to renew the Lease,
@@ -16,7 +16,7 @@ const (
 	// Lease for expired.
 	renewForHolderAfter = 2 * retryPeriod
 
-	// stopEarly is how long before a standby may take over the active gateway stops sending. It
+	// The active gateway stops sending at least stopEarly before a standby may take over. This
 	// allows for late timers on a busy machine, and for the time that the data plane needs to stop.
 	stopEarly = time.Second
 )
@@ -39,7 +39,7 @@ type account struct {
 	// defers is how long after that question the other gateway promises not to take the Lease. If
 	// it is 0, the other gateway may take the Lease at any time.
 	defers time.Duration
-	mute   time.Duration // how long all answers of the other gateway have had silent set
+	mute   time.Duration // how long all answers of the other gateway have had the flag silent
 	// promised is the remaining time of this gateway's promise to the other gateway not to take the
 	// Lease. If it is 0 or less, there is no promise.
 	promised time.Duration
@@ -75,11 +75,12 @@ type ruling struct {
 
 // decide applies the rules that let only one gateway at a time send to peers:
 //
-//   - The holder sends while its last renewal is recent (confirmed). After that, it needs recent
-//     answers of all other gateways that they leave the Lease alone. A gateway that never had
-//     another one beside it continues alone.
-//   - The holder gives way to a gateway whose answer proves a later takeover, or that also holds
-//     the Lease and can reach the API server.
+//   - The holder sends while its last renewal is recent (confirmed). After that, it needs from every
+//     other gateway a recent answer with a promise not to take the Lease. A gateway that never had
+//     an answer from another gateway needs no promises.
+//   - The holder gives way to a gateway whose answer proves a later takeover. Once its own last
+//     renewal is no longer recent, it also gives way to another holder, if that holder's last renewal
+//     is recent or both know the same number of takeovers.
 //   - A standby takes a Lease that is free, or that has expired while no gateway answers as its
 //     holder. It waits only for a limited time for a holder that answers but is silent. Such a
 //     holder may itself be waiting for a gateway that was deleted, because it cannot read the API
@@ -87,9 +88,9 @@ type ruling struct {
 //
 // This is safe because a holder stops sending before a promise ends. A standby states in each
 // answer for how much longer it promises not to take the Lease. The holder counts that time, less
-// stopEarly, from when it sent its question, which was before the standby made the answer. So the
-// clocks of the two need not agree. A holder reports that it is silent only to a gateway whose
-// promise it needs.
+// stopEarly, from when it sent its question. It sent the question before the standby made the
+// answer, so the clocks of the two need not agree. A holder reports that it is silent only to a
+// gateway whose promise it needs.
 func decide(v view) ruling {
 	if !v.holds {
 		r := ruling{wait: v.wait}

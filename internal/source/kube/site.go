@@ -20,8 +20,8 @@ func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 	return siteOf(ctx, g.objects, g.o.Config.Host, g.locations.site())
 }
 
-// siteOf returns site, which has the addresses of the nodes, with two additions: the networks in
-// the NetworkAllocations, and the addresses of the API servers. host is the URL of one API server.
+// siteOf takes a Site with the addresses of the nodes, and adds the networks in the
+// NetworkAllocations and the addresses of the API servers. host is the URL of one API server.
 func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.Site) (fabric.Site, error) {
 	var (
 		allocations isthmus.NetworkAllocationList
@@ -51,8 +51,8 @@ func nodesSite(addrs []netip.Addr) fabric.Site { return fabric.Site{}.WithRelays
 
 const ownNode = "a node of ours"
 
-// apiServers returns the addresses of the API servers: the one at host, which this process
-// uses, and those behind the Service of the API servers.
+// apiServers returns the addresses of the API servers: the address in the URL host, which this
+// process uses, and the endpoints of the API servers' Service, which are in lists.
 func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Addr) {
 	if u, err := url.Parse(host); err == nil {
 		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // skips a host name

@@ -43,7 +43,7 @@ const (
 const (
 	// noteInterval is the interval at which the active replica renews leaseFile, which marks it as
 	// active. If only the locations of nodes and pods have changed, they are written at this
-	// interval, too, because with thousands of nodes their file has a megabyte. writeGap is the
+	// interval, too, because with thousands of nodes their file is a megabyte long. writeGap is the
 	// minimum time between two rounds of writing, because a peer may change its objects often.
 	noteInterval = 30 * time.Second
 	writeGap     = time.Second
@@ -140,7 +140,7 @@ func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 type remembered struct {
 	objects  savedObjects
 	snapshot Snapshot  // result of evaluating objects
-	renewed  time.Time // when the Lease was last renewed
+	renewed  time.Time // last contact with the API server before the restart
 }
 
 // remember reads the snapshot in a state directory. It returns nil without an error if this
@@ -291,8 +291,8 @@ func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	k.changed.set()
 }
 
-// adopt registers the existing files as written. Objects from an earlier call of put stay. Call
-// adopt before run.
+// adopt registers the existing files as written. If put has already set newer objects, they stay.
+// Call adopt before run.
 func (k *keeper) adopt(r *remembered) {
 	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()

@@ -144,8 +144,8 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 }
 
 // statusInputs has all inputs of a TunnelEndpoint's status except the latency. If they are
-// unchanged, the stored status need not be compared. This saves time with thousands of peers each
-// second.
+// unchanged, the stored status need not be compared. With thousands of peers, this saves time in
+// each round, once a second.
 type statusInputs struct {
 	version string
 	iface   string
@@ -237,10 +237,10 @@ func acceptedCurrent(te *v1alpha1.TunnelEndpoint) bool {
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == te.Generation
 }
 
-// liqoMessage returns Liqo's message for a status, or else the message of the condition Connected.
-// The manager compares the status's message with the condition's message. A difference means that
-// the condition is stale, because a gateway version without this condition writes another message
-// and leaves the condition unchanged.
+// liqoMessage returns the message for status.connection. Liqo defines this message for some states.
+// For all others, it is the message of the condition Connected. The manager compares the status's
+// message with the condition's message. A difference means that the condition is stale, because a
+// gateway version without this condition writes another message and leaves the condition unchanged.
 func liqoMessage(p PeerReport) string {
 	switch {
 	case p.Status == v1alpha1.Connecting:
@@ -288,8 +288,8 @@ func parseLatency(text string) (time.Duration, bool) {
 	return d, err == nil
 }
 
-// mayWait returns the minimum time between the last write and the write of the change from a to b.
-// It is 0 unless only reasons or messages have changed.
+// mayWait returns the minimum time from the last write until a change from status a to status b is
+// written. It is 0 unless only reasons or messages have changed.
 func mayWait(a, b v1alpha1.TunnelEndpointStatus) time.Duration {
 	without := func(s v1alpha1.TunnelEndpointStatus, reasons bool) v1alpha1.TunnelEndpointStatus {
 		s.Connection.StatusMessage = ""

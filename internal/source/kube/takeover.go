@@ -39,8 +39,8 @@ func (t takeover) mark(lease *coordinationv1.Lease) {
 	lease.Spec.AcquireTime = &at
 }
 
-// newTakeover returns the takeover of a replica that takes the Lease as last read. Only the
-// goroutine of run may call it.
+// newTakeover returns the takeover for the case that this replica now takes the Lease that it last
+// read. Only the goroutine of run may call it.
 func (e *election) newTakeover(now time.Time) takeover {
 	t := takeover{isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverExpired, Previous: holderOf(e.lease)}, now}
 	switch {
