@@ -28,18 +28,19 @@ type UnpeerOptions struct {
 	Uninstalls bool // the caller is `isthmus uninstall`, which cleans the nodes after Unpeer
 }
 
-// Unpeer separates two clusters, or one from its peer if remote is nil. It revokes the peer's
-// rights and deletes the Peerings. The managers remove the finalizers of the Peerings once all
-// their objects are gone. Then Unpeer removes the other objects that Peer created. With two
-// clusters, a peering that no longer exists is no error. With one cluster, a name without a Peering
-// gives ErrNoPeering.
+// Unpeer separates two clusters, or only separates the first from its peer if remote is nil. It
+// revokes the peer's rights and deletes the Peerings. The managers remove the finalizers of the
+// Peerings once all their objects are gone. Then Unpeer removes the other objects that Peer
+// created. With two clusters, a peering that no longer exists is no error. With one cluster, a name
+// without a Peering gives ErrNoPeering.
 //
-// For 24 hours after that, the networks of the peer stay refused on every node, and are
-// allocated to no other cluster (fabric.ReleaseHold).
+// For 24 hours after the teardown, every node refuses packets for the peer's networks, and no other
+// cluster gets these networks (fabric.ReleaseHold).
 //
-// If the peer is not contacted or not waited for, it loses all its rights here before any other
-// step, even if a later step fails. During a teardown by both sides, each manager keeps only the
-// rights at the other side that it needs to delete its NetworkConfig.
+// If both sides tear down, each manager keeps only the rights at the other side with which it
+// deletes its own objects there. In all other cases the peer loses all its rights here before any
+// other step, even if a later step fails. These cases are: no remote cluster, Force, and an in-band
+// peering.
 func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
 	if err != nil {
@@ -92,7 +93,7 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 	return nil
 }
 
-// errWaiting is the reason why a step has to wait.
+// errWaiting has the reason why a step has to wait.
 type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
