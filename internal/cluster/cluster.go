@@ -195,7 +195,8 @@ func (c *Cluster) Identify(ctx context.Context) error {
 }
 
 // notInstalled returns an error, with the remedy, for a cluster without an identity. If Peerings
-// still exist, the namespace of the installation was deleted, and the remedy is another one.
+// still exist, the namespace of the installation was deleted. Then the error has the commands that
+// restore or remove the installation.
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
 	when, more := "", ""

@@ -56,8 +56,8 @@ func runFiles(n *narrator) (err error) {
 	})
 }
 
-// routing shows that a pod cannot use an address of the other cluster that also exists in its own
-// cluster.
+// routing shows that a pod cannot reach an address in the other cluster if its own cluster has the
+// same address.
 func (p *pair) routing() error {
 	spec := lab.Spec{Name: p.Name, Clusters: lab.Clusters(2)}
 	for i := range spec.Clusters {

@@ -34,8 +34,8 @@ type Options struct {
 	Kube     string    // the folder that kubetest.Build returned
 	Progress io.Writer // a line for each step; nil: none
 	Audit    bool      // API servers write audit logs, see Cluster.AuditLog
-	// IPAMAllow lists the networks of nodes whose addresses virtual kubelets may map. It is the
-	// value of the managers' flag --ipam-allow, and may be empty.
+	// IPAMAllow is the value of the managers' flag --ipam-allow, and may be empty. It lists
+	// networks of nodes. Virtual kubelets may map addresses in these networks.
 	IPAMAllow string
 	// Services makes the clusters share Services with peers.
 	Services bool

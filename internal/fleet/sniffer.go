@@ -40,7 +40,7 @@ func (f *Fleet) stopSniffing() error {
 }
 
 // remotes are the networks of a cluster's peers that the sniffer watches. A network is in remotes
-// from its allocation until the IPAM state has lost the allocation because of an un-peering.
+// from its allocation until un-peering has removed the allocation from the IPAM state.
 type remotes struct {
 	report func(lab.Watched)
 	end    context.CancelFunc

@@ -13,9 +13,9 @@ import (
 const maxConnections = 256
 
 // A bound limits the number of connections of a server. Above the limit, it closes a connection
-// that waits for a complete request. It chooses the client with the most such connections, and of
-// these the connection that has waited longest. Thus a client that holds connections open cannot
-// shut out other clients, in particular the kubelet.
+// that waits for a complete request. It chooses the client that has the most such connections. From
+// this client's connections, it closes the one that has waited longest. Thus a client that holds
+// connections open cannot shut out other clients, in particular the kubelet.
 type bound struct {
 	limit int
 

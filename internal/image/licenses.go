@@ -20,7 +20,7 @@ type license struct {
 	text       []byte
 }
 
-// marks has a sentence of each known license that every copy of the license contains. Before the
+// marks has, for each known license, a sentence that every copy of the license contains. Before the
 // comparison, sequences of white space and comment characters are replaced by one blank.
 var marks = []struct{ id, sentence string }{
 	{"Apache-2.0", "Apache License Version 2.0"},

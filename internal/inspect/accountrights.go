@@ -110,8 +110,8 @@ func needsOf(account, namespace string, rule rbacv1.PolicyRule) (all []need) {
 
 const concurrentRequests = 16
 
-// rightsHop requests the API server to check whether the components have the rights that they need.
-// lacking lists the accounts that lack a right. hop is nil if the user may not make these requests.
+// rightsHop checks, by SubjectAccessReviews, whether the components have the rights that they need.
+// lacking lists the accounts that lack a right. hop is nil if the user may not create such reviews.
 func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {

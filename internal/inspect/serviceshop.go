@@ -140,7 +140,7 @@ func queryDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) 
 	if err != nil {
 		return 0, err
 	}
-	defer context.AfterFunc(ctx, func() { conn.Close() })() // closing the connection replaces a deadline, which it does not support
+	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection supports no deadline, so close it when ctx ends
 	defer conn.Close()
 	return querySOA(conn, corefile.Zone)
 }

@@ -278,9 +278,9 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	return nil
 }
 
-// removeImports deletes the objects that the manager created for imported services. The
-// ServiceImport owns the others, but the garbage collector cannot find an owner whose definition
-// was deleted.
+// removeImports deletes the ServiceImports that the manager created, and their Services and
+// EndpointSlices. The garbage collector would not delete these, because it cannot find an owner
+// whose definition was deleted.
 func removeImports(ctx context.Context, c *cluster.Cluster, report func(string)) error {
 	for _, kind := range []schema.GroupVersionKind{
 		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},

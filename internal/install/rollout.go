@@ -63,8 +63,8 @@ func waitRolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructu
 }
 
 // waitsFor returns the reason why not all Pods of a Deployment or DaemonSet are ready. It returns
-// "" if they are, or if u has another kind. For a Deployment one ready Pod is sufficient, if no
-// node has room for the others; then waitsFor returns a warning.
+// "" if they are, or if u has another kind. If only Pods for which no node has room are missing in
+// a Deployment, and one Pod is ready, it returns a warning instead of a reason.
 func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32

@@ -40,7 +40,7 @@ func ImageAs(program, name, archive string) (path string, err error) {
 	return archive, writeImage(archive, name, "65532:65532", program)
 }
 
-// Install runs `isthmus install`, with the arguments more, for all clusters and waits until all
+// Install runs `isthmus install` with additional arguments for all clusters, and waits until all
 // Pods are ready.
 func (s *Set) Install(ctx context.Context, program string, more ...string) error {
 	return s.Each(func(c *Cluster) error {
@@ -116,7 +116,7 @@ func (c *Cluster) rolledOut(ctx context.Context) error {
 	return nil
 }
 
-// Peer runs `isthmus peer`, with the arguments more, for two clusters and waits until both report
+// Peer runs `isthmus peer` with additional arguments for two clusters, and waits until both report
 // that they are ready.
 func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...string) error {
 	args := append([]string{"peer", "--context", a.Name, "--remote-context", b.Name}, more...)

@@ -266,7 +266,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 			return err
 		}
 	}
-	if err := os.RemoveAll(dir); err != nil { // an existing folder is incomplete, because the caller builds only then
+	if err := os.RemoveAll(dir); err != nil { // if the folder exists, it lacks a program; otherwise make is not called
 		return err
 	}
 	if err := os.Rename(tmp, dir); err != nil {

@@ -90,7 +90,7 @@ const (
 	ipv4Source = etherSize + 12
 	ipv4Dest   = etherSize + 16
 
-	fragOffset = 0x1fff // mask for the 16 bits at ipv4Frag: the result is not 0 in all fragments except the first
+	fragOffset = 0x1fff // mask for the 16 bits at ipv4Frag: the result is 0 only in the first fragment
 	snapLength = 192    // number of octets to capture of a frame, enough for two headers with all options
 )
 

@@ -1,5 +1,5 @@
-// Package metric declares Prometheus metrics with their labels. From these declarations, tests
-// check docs/metrics.md, alerts and dashboards.
+// Package metric declares Prometheus metrics with their labels. Tests compare docs/metrics.md,
+// alerts and dashboards with these declarations.
 package metric
 
 import (

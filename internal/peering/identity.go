@@ -91,7 +91,7 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 }
 
 // identityProblem returns the token of s, and the reason why s needs a new identity, or "" if s
-// needs none. It requests the peer's API server to verify the token.
+// needs none. It verifies the token by a request to the peer's API server.
 func (s *side) identityProblem(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
 	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)

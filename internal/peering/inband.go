@@ -49,7 +49,7 @@ func ownAuthority(ctx context.Context, c *cluster.Cluster) ([]byte, error) {
 		return nil, c.Explain("ConfigMap "+name.String(), err)
 	}
 	ca := published.Data["ca.crt"]
-	if ca == "" { // without these certificates, the manager would trust those of the system, and with them another server
+	if ca == "" { // without these certificates, the manager would accept any server that has a certificate of the system's authorities
 		return nil, fmt.Errorf("ConfigMap %s of %s has no ca.crt", name, c)
 	}
 	return []byte(ca), nil

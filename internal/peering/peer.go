@@ -183,7 +183,7 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 	return changed, nil
 }
 
-// onBoth performs a step on both sides and reports the results, that of a first.
+// onBoth performs a step on both sides and reports the results, first the result of a.
 func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (changed bool, err error) {
 	var reports [2]string
 	err = forEachSide(a, b, func(s *side) (err error) {

@@ -159,8 +159,8 @@ func rotation(ctx context.Context, c *cluster.Cluster, startRing, ring keyring.R
 	return text, false, nil
 }
 
-// movedTo returns the number of peers whose session uses our public key public, and the names of
-// the other peers.
+// movedTo returns the number of peers whose session uses public, one of our public keys. It also
+// returns the names of the other peers.
 func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := c.Client.List(ctx, &endpoints); err != nil {

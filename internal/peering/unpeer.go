@@ -28,19 +28,18 @@ type UnpeerOptions struct {
 	Uninstalls bool // the caller is `isthmus uninstall`, which cleans the nodes after Unpeer
 }
 
-// Unpeer separates two clusters, or only separates the first from its peer if remote is nil. It
-// revokes the peer's rights and deletes the Peerings. The managers remove the finalizers of the
-// Peerings once all their objects are gone. Then Unpeer removes the other objects that Peer
-// created. With two clusters, a peering that no longer exists is no error. With one cluster, a name
-// without a Peering gives ErrNoPeering.
+// Unpeer ends the peering of two clusters. If remote is nil, it ends the peering only in the first
+// cluster. It revokes the peer's rights and deletes the Peerings. The managers remove the
+// finalizers of the Peerings once all their objects are gone. Then Unpeer removes the other objects
+// that Peer created. With two clusters, a peering that no longer exists is no error. With one
+// cluster, a name without a Peering gives ErrNoPeering.
 //
 // For 24 hours after the teardown, every node refuses packets for the peer's networks, and no other
 // cluster gets these networks (fabric.ReleaseHold).
 //
-// If both sides tear down, each manager keeps only the rights at the other side with which it
-// deletes its own objects there. In all other cases the peer loses all its rights here before any
-// other step, even if a later step fails. These cases are: no remote cluster, Force, and an in-band
-// peering.
+// With one cluster, with Force, and for an in-band peering, the peer loses all its rights here
+// before any other step, even if a later step fails. Otherwise each manager keeps only the rights
+// to delete its own objects at the other side.
 func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
 	if err != nil {

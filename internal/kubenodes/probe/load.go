@@ -23,7 +23,7 @@ const (
 
 // The range of source ports of a Load. At 200 requests a second, a Load uses each port once in four
 // minutes. If it used a port again within two minutes, connection tracking could send the new
-// connection to the same endpoint as an unanswered one from that port.
+// connection to the endpoint of an earlier, unanswered connection from that port.
 const (
 	firstPort = 10_000
 	lastPort  = 60_999

@@ -209,7 +209,7 @@ func (s *Server) udp(c net.PacketConn) error {
 		}
 		out := make([]byte, max(n, len(answer))) // as long as the request; the client removes the zeros
 		copy(out, answer)
-		_, _ = c.WriteTo(out, from) // if the datagram is lost, the client sends its own again
+		_, _ = c.WriteTo(out, from) // if the answer is lost, the client repeats its request
 	}
 }
 
@@ -251,7 +251,7 @@ func relay(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	go func() {
-		_, _ = io.Copy(to, buffered) // when one side closes its connection, relay closes that of the other side
+		_, _ = io.Copy(to, buffered) // when one side has closed its connection, close the other connection
 		to.Close()
 	}()
 	_, _ = io.Copy(caller, to)

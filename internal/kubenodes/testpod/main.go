@@ -1,6 +1,6 @@
 // Command testpod runs in the pods of test clusters. "serve" answers probes, and sends probes on
-// request. Any other argument makes it wait until a signal, as the pause container does, which
-// holds a pod's namespaces.
+// request. Without this argument, the program only waits for a signal, and serves as the pause
+// container that holds a pod's namespaces.
 package main
 
 import (
