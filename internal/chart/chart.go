@@ -28,7 +28,7 @@ type Values = map[string]any
 // Options control the rendering.
 type Options struct {
 	Namespace string
-	// AppVersion is the tag of the image, unless Values set one.
+	// AppVersion is the tag of the image, unless Values set a tag.
 	AppVersion string
 	// Values take precedence over those of values.yaml. Maps are merged field by field; lists are
 	// replaced.
@@ -76,8 +76,8 @@ func Get(values Values, keys ...string) any {
 	return values[keys[len(keys)-1]]
 }
 
-// Merge returns the values of base, replaced by those of overrides. A null in overrides removes a
-// value. Merge changes neither argument.
+// Merge returns base with the changes in overrides. A null in overrides removes a value. Merge
+// changes neither argument.
 func Merge(base, overrides Values) Values {
 	merged := maps.Clone(base)
 	if merged == nil {
@@ -152,8 +152,8 @@ func Render(o Options) (string, error) {
 	return out.String(), nil
 }
 
-// readable removes the position that text/template adds from an error that the chart itself
-// reports, such as a missing value. It returns other errors unchanged.
+// readable returns errors that the chart itself reports, such as a missing value, without the
+// position in the template. It returns other errors unchanged.
 func readable(err error) error {
 	if wants := (*wantsError)(nil); errors.As(err, &wants) {
 		return wants
@@ -219,9 +219,10 @@ func documents(o Options) ([]document, error) {
 	return all, nil
 }
 
-// rank orders objects after those that they need. A Pod is not created without its ServiceAccount.
-// A component without its permissions or configuration exits with an error. Agents come before
-// gateways, because agents accept packets only from gateways that they know.
+// rank returns an object's position in the order of creation, so that an object comes after those
+// that it needs. A Pod is not created without its ServiceAccount. A component without its
+// permissions or configuration exits with an error. Agents come before gateways, because agents
+// accept packets only from gateways that they know.
 func rank(u *unstructured.Unstructured) int {
 	switch u.GetKind() {
 	case "Namespace":
@@ -310,7 +311,7 @@ func number(value any) int {
 	return 0
 }
 
-// empty reports whether templates treat a value as absent.
+// empty reports whether a value counts as absent in templates.
 func empty(value any) bool {
 	truth, ok := template.IsTrue(value)
 	return !ok || !truth

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// A schema is a part of values.schema.json, which Helm reads as well. It has only the keywords of
-// JSON Schema that this file uses.
+// A schema is one schema object in values.schema.json, a file that Helm reads as well. Its fields
+// are all keywords of JSON Schema that the file uses.
 type schema struct {
 	Type                 any                `json:"type"` // a name, or a list of names
 	Properties           map[string]*schema `json:"properties"`
@@ -28,7 +28,7 @@ type schema struct {
 	Pattern              string             `json:"pattern"`
 	Minimum              *float64           `json:"minimum"`
 	Maximum              *float64           `json:"maximum"`
-	// Description follows "want" in error messages.
+	// Description follows the word "want" in error messages.
 	Description string `json:"description"`
 
 	Schema     string `json:"$schema"`

@@ -90,14 +90,13 @@ func check(ctx context.Context) bool {
 	return report(os.Stdout, results, tests, ctx.Err())
 }
 
-// maxRepeated bounds the number of failed tests that are repeated. The suite runs at a load of ten
-// on unknown machines, where a process of a test may be stopped for longer than the test waits.
-// That happens to one or two tests in a run. More failures have another cause.
+// maxRepeated is the largest number of failed tests that are repeated. CI runs on unknown machines
+// at a load of ten, where the system may stop a test's process for longer than the test waits. In a
+// typical run, one or two tests fail for this reason. More failures have another cause.
 const maxRepeated = 4
 
-// repeat runs failed tests again, one after the other and with no other tests beside them. The
-// summary lists a test that passes now as flaky; such a test needs fixing. A test that fails
-// again counts as failed.
+// repeat runs failed tests again, each alone. The summary lists a test that passes now as flaky;
+// such a test needs fixing. A test that fails again counts as failed.
 func repeat(tests *tally, again []testName) func(context.Context) error {
 	return func(ctx context.Context) error {
 		for _, name := range again {
@@ -130,8 +129,8 @@ func run(ctx context.Context, steps []step) (results []result) {
 	return results
 }
 
-// report prints the table of steps, the slowest tests, the reasons of skipped tests, and the
-// count, which is alone on the last line.
+// report prints the table of steps, the slowest tests, the reasons of skipped tests, and the count.
+// The count is alone on the last line.
 func report(w io.Writer, results []result, tests *tally, interrupted error) (ok bool) {
 	ok = tests.failed == 0 && interrupted == nil
 	fmt.Fprintf(w, "\n=== summary\n")
@@ -164,15 +163,15 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 	return ok
 }
 
-// sequential are packages whose code and tests share nothing between goroutines. The race
-// detector finds nothing there, and would make their searches and property tests five to ten
-// times slower.
+// sequential lists packages whose code and tests share nothing between goroutines. The race
+// detector finds nothing there, and would make their searches and property tests five to ten times
+// slower.
 var sequential = []string{
 	"./fabric", "./internal/archtest", "./internal/chart", "./internal/mandate", "./internal/postquantum", "./manager/ipam", "./packet",
 }
 
-// longest are the packages that start first, so that none of them is still running alone at the
-// end.
+// longest lists the packages that take longest. They start first, so that none of them still runs
+// alone at the end.
 var longest = []string{"./internal/install", "./internal/peering", "./natengine", "./manager"}
 
 // concurrent returns the packages of the main module that are not in sequential. Those in longest

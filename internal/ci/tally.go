@@ -25,11 +25,11 @@ type testName struct{ pkg, test string }
 
 type testTime struct {
 	testName
-	took time.Duration // without the time in which a parallel test was paused
+	took time.Duration // excludes the time for which a parallel test was paused
 }
 
-// A failure is a failed test, or a package that failed although its tests did not (test is
-// empty).
+// A failure is a failed test. If a package failed without a failed test, it is the package, and
+// test is empty.
 type failure struct {
 	testName
 
@@ -40,8 +40,8 @@ type failure struct {
 // panics, after which the rest of the package has not run.
 var finalWords = []string{"DATA RACE", "in the clear", "panic:"}
 
-// noLeaks is a text in a packet sniffer's report that means success, although it contains one of
-// finalWords.
+// noLeaks is a text in the report of a packet sniffer. It means success, although it contains one
+// of finalWords.
 const noLeaks = " 0 of them in the clear"
 
 // tally counts tests and keeps the output of tests that have not ended. Several `go test`
@@ -128,9 +128,9 @@ func withoutRunLines(out string) string {
 	return kept.String()
 }
 
-// endPackage returns one line for a package that has tests. A package that failed although none
-// of its tests did (it does not compile, TestMain failed, or it timed out) counts as one failed
-// test. Otherwise the failure would be missing from the count.
+// endPackage returns one line for a package that has tests. If a package failed but none of its
+// tests did, for example because it does not compile, endPackage counts one failed test. Otherwise
+// the failure would be missing from the count.
 func (t *tally) endPackage(e event) (show string) {
 	c := t.counts[e.Package]
 	out := t.output[testName{e.Package, ""}]
@@ -198,7 +198,7 @@ func (n testName) top() testName {
 }
 
 // repeatable returns the failed tests that may be repeated. It returns none if one of the failures
-// is final, or if there are more than limit failures, because so many failures are not chance.
+// is final, or if there are more than limit failures, because so many cannot be chance.
 func (t *tally) repeatable(limit int) (names []testName) {
 	for _, f := range t.failures {
 		if f.final {
@@ -214,8 +214,7 @@ func (t *tally) repeatable(limit int) (names []testName) {
 	return names
 }
 
-// removeFailure removes a test and its subtests from the failures, after the test passed the second
-// time.
+// removeFailure removes a test that passed the second time, and its subtests, from the failures.
 func (t *tally) removeFailure(name testName) {
 	before := len(t.failures)
 	t.failures = slices.DeleteFunc(t.failures, func(f failure) bool { return f.top() == name })

@@ -1,5 +1,5 @@
-// Package cli has the parts that all programs of Isthmus share: exit codes, signals, flags and
-// the version.
+// Package cli has the code that all programs of Isthmus share: exit codes, signals, flags and the
+// version.
 //
 // The exit code is 0 for success, 1 if the command found a problem or failed, and 2 for wrong
 // usage, or if a cluster or gateway could not be reached.
@@ -51,8 +51,8 @@ func Usage(format string, args ...any) error { return &codeError{Wrong, fmt.Erro
 // program exits with code Wrong.
 func Unreachable(err error) error { return &codeError{Wrong, err} }
 
-// ErrProblem makes the program exit with code Problem. The command has printed the problem
-// already.
+// ErrProblem makes the program exit with code Problem. The command returns it after it has printed
+// the problem.
 var ErrProblem error = &codeError{code: Problem}
 
 // startedAnnotation is the annotation of a command that has begun to run. From then on, its errors
@@ -88,8 +88,8 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return exitCode(ctx, root, cmd, err)
 }
 
-// As sets the name in the help to the name under which the program was called: `kubectl NAME` runs
-// the program as the plugin kubectl-NAME. argv0 is os.Args[0].
+// As sets the program's name in the help to the name under which the program was called. `kubectl
+// NAME` calls the program as the plugin kubectl-NAME. argv0 is os.Args[0].
 func As(root *cobra.Command, argv0 string) {
 	if filepath.Base(argv0) != "kubectl-"+root.Name() {
 		return

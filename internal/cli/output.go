@@ -15,7 +15,7 @@ import (
 type Output string
 
 // AddOutputFlag adds --output and -o. usage describes the printed data. formats are the accepted
-// values besides json and yaml.
+// values in addition to json and yaml.
 func AddOutputFlag(cmd *cobra.Command, o *Output, usage string, formats ...string) {
 	addChoice(cmd, (*string)(o), "output", "o", "", usage, append(formats, "json", "yaml"))
 }

@@ -30,8 +30,7 @@ const (
 	Unchanged Outcome = "unchanged"
 )
 
-// Apply applies the object server-side. Fields that the object does not set keep the values
-// that other clients have set.
+// Apply applies the object server-side. Fields that the object does not set keep their values.
 func (c *Cluster) Apply(ctx context.Context, o client.Object) (Outcome, error) {
 	u, err := c.Unstructured(o)
 	if err != nil {

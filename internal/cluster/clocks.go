@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// A serverClock estimates how far the API server's clock is ahead of ours, by the Date header of
-// its responses (RFC 9110, section 6.6.1). Date is a time between request and response, in whole
-// seconds. Each response can therefore narrow the bounds of the difference.
+// A serverClock estimates how far the API server's clock is ahead of ours, from the Date header of
+// its responses (RFC 9110, section 6.6.1). Date is a time between the request and the response, in
+// whole seconds. So each response can narrow the bounds of the difference.
 type serverClock struct {
 	mu        sync.Mutex
 	known     bool
@@ -33,8 +33,8 @@ func (s *serverClock) ahead() (time.Duration, bool) {
 	return max(s.low, min(s.high, 0)), s.known
 }
 
-// lowerBound returns the lower bound of the difference. With the lower bound, no event looks older
-// than it is.
+// lowerBound returns the lower bound of the difference. A caller that adds it to our time never
+// overestimates the age of an event.
 func (s *serverClock) lowerBound() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -42,10 +42,11 @@ import (
 // time counts as unreachable.
 const RequestTimeout = 10 * time.Second
 
-// ErrUnreachable is returned when no request to a cluster got an answer.
+// ErrUnreachable is returned when the API server of a cluster does not answer, or does not accept
+// the credentials.
 var ErrUnreachable = errors.New("unreachable")
 
-// Access selects a cluster and the way in which a person reaches it.
+// Access selects a cluster, and determines how a person reaches it.
 type Access struct {
 	// Kubeconfig is the path of a file. The default is $KUBECONFIG, ~/.kube/config, or the Pod's
 	// ServiceAccount.
@@ -54,8 +55,8 @@ type Access struct {
 	Context string
 	// Namespace is the namespace of the installation. The default is deploy.Namespace.
 	Namespace string
-	// As and AsGroups are the user and groups to impersonate. By default, the user of the context
-	// makes the requests.
+	// As and AsGroups are the user and groups to impersonate. By default, requests are made as the
+	// user of the context.
 	As       string
 	AsGroups []string
 	// Timeout is the timeout of each request. The default is RequestTimeout.
@@ -73,12 +74,12 @@ type Cluster struct {
 	Namespace string
 
 	Context      string // for messages while the cluster's name is unknown
-	Server       string // URL of the API server to give to the peer
+	Server       string // URL of the API server for the peer's manager
 	ServerChosen bool   // Server comes from Access.Server
 	UID          string // UID of the namespace kube-system, which no two clusters share
 
-	Config *rest.Config  // authenticates as the person; never changed
-	Client client.Client // authenticates as the person
+	Config *rest.Config  // authenticates as the person who runs the command; never changed
+	Client client.Client // authenticates as the person who runs the command
 
 	clock *serverClock // updated by the responses to Client
 }
@@ -193,8 +194,9 @@ func (c *Cluster) Identify(ctx context.Context) error {
 	return nil
 }
 
-// notInstalled returns an error with the remedy for a cluster without an identity. Peerings
-// that still exist show that the namespace of the installation was deleted.
+// notInstalled returns an error, with the remedy, for a cluster without an identity. If Peerings
+// still exist, the namespace of the installation was deleted. Then the error has the commands that
+// restore or remove the installation.
 func (c *Cluster) notInstalled(ctx context.Context) error {
 	var peerings isthmus.PeeringList
 	when, more := "", ""
@@ -242,7 +244,7 @@ var (
 	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // the longest name derived from it is the namespace liqo-tenant-NAME-123456, with at most 63 characters
 )
 
-// CheckIdentity returns an error for a name or ID from which no object names can be made.
+// CheckIdentity returns an error if names of objects could not contain the name or the ID.
 func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
 		return fmt.Errorf("cluster name %s: want at most 44 lower-case letters, digits and '-', because names of namespaces contain it", safetext.Of(i.ClusterName))

@@ -15,15 +15,15 @@ import (
 // ManagerLease is the Lease that the active manager holds.
 const ManagerLease = deploy.ManagerServiceAccount
 
-// HolderOf returns the active manager or gateway, according to the Lease that it renews. With
-// forDisplay, the Lease expires at its stated end, by the API server's clock. Without forDisplay,
-// it expires half a minute later, and only if both the API server's clock and ours are past that
-// time. The API server's clock alone is not reliable: the time may come from a proxy, or from one
-// of several servers. A caller that acts on the lack of a holder, for example by removing the
-// holder's objects, must not set forDisplay.
+// HolderOf returns the holder of a Lease: the active manager or gateway. With forDisplay, the Lease
+// expires at its stated end, by the API server's clock. Without forDisplay, it expires half a
+// minute later, and only if both the API server's clock and ours are past that time. The API
+// server's clock alone is not reliable: the time may come from a proxy, or from one of several
+// servers. A caller must not set forDisplay if it acts when there is no holder, for example by
+// removing the holder's objects.
 func HolderOf(ctx context.Context, c *Cluster, leaseName string, forDisplay bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
-	// The API server reads the Lease at some time after this moment.
+	// Read the clock before the request, so that the response is never older than sent.
 	sent := time.Now()
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := LeaseText(c, leaseName)

@@ -17,8 +17,8 @@ var ErrLiqo = errors.New("this cluster has Liqo but not Isthmus")
 // ForeignClusters is a kind that only Liqo defines.
 var ForeignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
-// IsLiqo reports whether the cluster runs Liqo without Isthmus. Isthmus together with Liqo's
-// control plane counts as Isthmus.
+// IsLiqo reports whether the cluster runs Liqo without Isthmus. A cluster with Isthmus and Liqo's
+// control plane counts as one with Isthmus.
 func (c *Cluster) IsLiqo() (bool, error) {
 	foreign, err := c.Knows(ForeignClusters)
 	if err != nil || !foreign {

@@ -11,8 +11,8 @@ import (
 )
 
 // Contexts returns the names of the contexts in a kubeconfig file, sorted. If kubeconfig is empty,
-// it reads the files that kubectl uses. It returns no error, because shell completion has no use
-// for one.
+// it reads the files that kubectl uses. After an error it returns none, because its caller, shell
+// completion, could not show the error.
 func Contexts(kubeconfig string) []string {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = kubeconfig
@@ -23,7 +23,7 @@ func Contexts(kubeconfig string) []string {
 	return slices.Sorted(maps.Keys(config.Contexts))
 }
 
-// Names returns the names of the Peerings of a cluster, and the names of the peers.
+// Names returns the names of the Peerings in a cluster and of their peers.
 func Names(ctx context.Context, c *Cluster) ([]string, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {

@@ -1,5 +1,5 @@
-// Package clustertest runs two clusters on real API servers for the tests of commands. It
-// imitates their managers, as far as the commands observe them.
+// Package clustertest runs two clusters on real API servers for the tests of commands. It imitates
+// the effects of their managers that commands can observe.
 package clustertest
 
 import (
@@ -132,20 +132,21 @@ func NewPair(t *testing.T, name string) *Pair {
 // Patient is a timeout that is long enough for any expected event on a busy machine.
 const Patient = 2 * time.Minute
 
-// A Deadline is a context that times out when the test closes Up. The test closes Up after all
-// events that must precede the timeout.
+// A Deadline is a context whose timeout the test controls: it expires when the test closes Up. The
+// test closes Up after all events that must precede the timeout.
 type Deadline struct {
 	context.Context
 	Up chan struct{}
 }
 
-// NewDeadline returns a Deadline that the test ends by closing Up.
+// NewDeadline returns a Deadline that expires when the test closes Up.
 func NewDeadline(t *testing.T) Deadline { return Deadline{t.Context(), make(chan struct{})} }
 
 // Done returns a channel that is closed when the test closes Up.
 func (d Deadline) Done() <-chan struct{} { return d.Up }
 
-// Err returns the error of a command whose own timeout has passed.
+// Err returns nil until the test closes Up, and then the error of a command whose own timeout has
+// passed.
 func (d Deadline) Err() error {
 	select {
 	case <-d.Up:
@@ -160,7 +161,7 @@ func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	t.Helper()
 	c, err := cluster.Connect(a)
 	must(t, err)
-	c.ServerChosen = true // as if --server had been given: the tests' managers can reach this loopback address, too
+	c.ServerChosen = true // as with --server: the tests' managers, on the same machine, can use a loopback address
 	return c
 }
 
@@ -174,24 +175,23 @@ func (p *Pair) Reported() string {
 	return text
 }
 
-// A Manager imitates a manager, as far as a user observes it. It uses the identity, sets
-// conditions one after the other, and keeps a Peering's finalizer until the Peering may be
-// deleted.
+// A Manager imitates the effects of a manager that a user observes. It uses the identity, sets
+// conditions one after the other, and keeps a Peering's finalizer until the Peering may be deleted.
 type Manager struct {
 	*cluster.Cluster
 	Name string
 
 	mu     sync.Mutex
 	Dead   map[string]string // conditions that fail, with their messages
-	hold   string            // reason to keep all Peerings; empty: they may be deleted
+	hold   string            // reason to keep all Peerings that are being deleted; empty: none
 	paused bool
 }
 
 // Renew renews the manager's Lease.
 func (m *Manager) Renew(t *testing.T) { m.write(t, "manager-1") }
 
-// Release gives up the Lease, as a manager does when it exits. A test cannot backdate a renewal,
-// because the API server records the time of the write.
+// Release gives up the Lease, as a manager does when it exits. A test cannot let the Lease expire
+// by an old renewal time, because commands use the time at which the API server received the write.
 func (m *Manager) Release(t *testing.T) { m.write(t, "") }
 
 func (m *Manager) write(t *testing.T, holder string) {
@@ -214,8 +214,8 @@ func (m *Manager) Set(condition, message string) {
 	}
 }
 
-// Keep makes the manager keep all Peerings, for the given reason. An empty reason lets them be
-// deleted.
+// Keep makes the manager keep all Peerings that are being deleted, for the given reason. An empty
+// reason lets them go.
 func (m *Manager) Keep(why string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -316,8 +316,8 @@ func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	return c.List(ctx, &v1alpha1.NetworkConfigList{}, client.InNamespace(p.Spec.TenantNamespace.Remote))
 }
 
-// AsPeer returns a client with the identity from a tenant namespace of the cluster. The cluster's
-// manager uses this identity at the peer.
+// AsPeer returns a client with the identity that is stored in a tenant namespace of the cluster.
+// The cluster's manager uses this identity at the peer.
 func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.Client, error) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {

@@ -41,8 +41,8 @@ type Server struct {
 	config     corev1.ConfigMap // contains the Corefile
 }
 
-// Find finds CoreDNS in the place where kubeadm and most other installers put it. It returns
-// ErrNone if CoreDNS is not there.
+// Find finds CoreDNS where kubeadm and most other installers put it. It returns ErrNone if CoreDNS
+// is not there.
 func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 	var list appsv1.DeploymentList
 	if err := c.Client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {

@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// denialLine excludes the zone from the negative cache. Otherwise the plugin cache denies a name
-// for half a minute, even if the name is imported a second later. CoreDNS uses only the last of
-// several such lines, so the zone is added to the existing line:
+// denialLine excludes the zone from the negative cache. Without it, CoreDNS may deny a name for
+// half a minute after the name was imported. CoreDNS uses only the last of several such lines, so
+// the zone is added to the existing line:
 //
 //	cache 30 {
 //	    disable success cluster.local
@@ -17,7 +17,7 @@ import (
 //	}
 const denialLine = "disable denial " + Zone + " "
 
-// A cache has the tokens of a plugin cache, in the server block that answers for the zone.
+// cache has the tokens of the plugin "cache", in the server block that answers for Zone.
 type cache struct {
 	name   token
 	args   []token
@@ -34,8 +34,8 @@ func (c *cache) argumentsEnd() int {
 	return c.args[len(c.args)-1].end
 }
 
-// findCache finds the plugin cache. It returns false if there is nothing to edit, or if the
-// Corefile cannot be parsed. The edit is optional, because imported names also work without it.
+// findCache finds the plugin "cache". It returns false if there is not exactly one, or if the
+// Corefile cannot be parsed. This is no error, because imported names also work without the edit.
 func findCache(text string) (c cache, ok bool) {
 	servers, err := parse(text)
 	if err != nil {
@@ -66,8 +66,9 @@ func findCache(text string) (c cache, ok bool) {
 	return c, found == 1
 }
 
-// addDenial returns the Corefile with a cache that does not store missing names of the zone. It
-// returns text unchanged if the cache already does not store them, or cannot be parsed.
+// addDenial returns the Corefile with a line that makes the plugin "cache" store no missing names
+// of the zone. It returns text unchanged if the line is not needed, or if it cannot edit the
+// plugin's block.
 func addDenial(text string) string {
 	c, ok := findCache(text)
 	if !ok {
@@ -104,7 +105,7 @@ func addDenial(text string) string {
 	return text[:last] + " " + Zone + text[last:end] + " " + markZone + text[end:]
 }
 
-// cacheBlock returns the block that addDenial writes for a cache without a block.
+// cacheBlock returns the block that addDenial writes if the plugin "cache" has no block.
 func cacheBlock(ending, indent string) string {
 	return " {" + ending + indent + "    " + denialLine + markOwnBlock + ending + indent + "}"
 }
@@ -141,5 +142,5 @@ func lineEnd(text string) string {
 	return strings.TrimSuffix(line, "\r")
 }
 
-// isSuffix reports whether a zone is Zone or contains it.
+// isSuffix reports whether Zone is in a zone.
 func isSuffix(t token) bool { return covers(strings.Trim(strings.ToLower(t.text), ".")) }

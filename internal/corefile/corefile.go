@@ -23,7 +23,7 @@ import (
 // Zone is the zone of imported services in the Multi-Cluster Services API.
 const Zone = "clusterset.local"
 
-// option is the option of the plugin kubernetes, available since CoreDNS 1.12.2.
+// option is the name of an option of the plugin "kubernetes", available since CoreDNS 1.12.2.
 const option = "multicluster"
 
 // A mark is a comment at the end of a line that Add has written. The mark's text states which other
@@ -87,8 +87,8 @@ func addZone(text string) (string, error) {
 	return text[:last] + zone + text[last:begin] + line + text[begin:], nil
 }
 
-// block returns the block that Add writes for a plugin kubernetes that has no block. The block
-// follows the plugin's zones.
+// block returns the block that Add writes, after the zones, if the plugin "kubernetes" has no
+// block.
 func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }
@@ -141,7 +141,7 @@ func Remove(text string) (string, error) {
 	return text[:before.end] + text[zone.end:begin] + text[end:], nil
 }
 
-// Marked reports whether the text contains a change of Add.
+// Marked reports whether Add has changed the text.
 func Marked(text string) bool { return strings.Contains(text, mark) }
 
 // Serves reports whether CoreDNS answers for the zone.
@@ -150,14 +150,14 @@ func Serves(text string) (bool, error) {
 	return err == nil && k.serves, err
 }
 
-// Multicluster reports whether a Corefile has the option multicluster, for any zone. CoreDNS then
-// needs ServiceImports. Any word that equals the option's name counts.
+// Multicluster reports whether a Corefile has the option multicluster, for any zone. A CoreDNS with
+// that option needs ServiceImports. Any word that equals the option's name counts.
 func Multicluster(text string) bool {
 	tokens, err := lex(text)
 	return err != nil && strings.Contains(text, option) || slices.ContainsFunc(tokens, func(t token) bool { return t.text == option })
 }
 
-// A plugin is the plugin kubernetes of the server that answers, or could answer, for the zone.
+// A plugin has the tokens of the plugin "kubernetes", in the server block that answers for Zone.
 type plugin struct {
 	name   token
 	zones  []token
@@ -168,7 +168,7 @@ type plugin struct {
 	serves bool
 }
 
-// find finds the plugin kubernetes of the server that answers for the zone.
+// find finds the plugin "kubernetes" of the server that answers for Zone.
 func find(text string) (plugin, error) {
 	servers, err := parse(text)
 	if err != nil {
@@ -239,8 +239,8 @@ func linesOf(rest []token) (all [][]token) {
 // isZone reports whether a token is Zone. It compares names as CoreDNS does.
 func isZone(t token) bool { return strings.TrimSuffix(strings.ToLower(t.text), ".") == Zone }
 
-// serverFor returns the server that CoreDNS uses for the zone: the server with the longest
-// matching suffix.
+// serverFor returns the server that CoreDNS uses for Zone: the server whose zone is the longest
+// suffix of Zone.
 func serverFor(servers []server) (server, error) {
 	port, err := portOf(servers)
 	if err != nil {
@@ -271,7 +271,8 @@ func serverFor(servers []server) (server, error) {
 	return server{}, fmt.Errorf("line %d, line %d: two server blocks answer for %s", best[0].line, best[1].line, Zone)
 }
 
-// portOf returns the port that pods use: 53, or the only port if there is no 53.
+// portOf returns the port of the servers that pods use: 53, or another port if all servers have
+// that port.
 func portOf(servers []server) (string, error) {
 	var ports []string
 	for _, s := range servers {
@@ -309,7 +310,8 @@ func address(key string) (host, port string) {
 	return strings.Trim(strings.ToLower(host), "."), port
 }
 
-// covers reports whether a server for the zone host may answer for Zone.
+// covers reports whether a server for the zone host may answer for Zone: whether host is a suffix
+// of Zone.
 func covers(host string) bool { return host == "" || host == Zone || strings.HasSuffix(Zone, "."+host) }
 
 // A server is one block of a Corefile.
@@ -361,8 +363,7 @@ func parse(text string) ([]server, error) {
 	return all, nil
 }
 
-// snippet reports whether the block is not a server, but the snippet that an import directive
-// names.
+// snippet reports whether the block is not a server, but a snippet that the import directive names.
 func (s *server) snippet(imports []token) bool {
 	return len(imports) > 1 && s.keys[0] == "("+imports[1].text+")"
 }

@@ -1,5 +1,5 @@
 // Package cputime measures the processor time of tests and benchmarks. Other load on the machine
-// affects processor time less than elapsed time.
+// affects elapsed time more than processor time.
 package cputime
 
 import (

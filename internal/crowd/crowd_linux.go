@@ -1,5 +1,5 @@
-// Package crowd protects a UDP socket to which anybody may send. While too many datagrams come from
-// unexpected senders, it makes the kernel drop their datagrams.
+// Package crowd protects a UDP socket that anybody can reach. While too many datagrams come from
+// unexpected senders, it makes the kernel drop the datagrams of these senders.
 package crowd
 
 import (
@@ -18,18 +18,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxRefused is the maximum number of refused datagrams between two calls of Open. After that the
-// kernel drops datagrams from addresses that are not expected. Reading and refusing a datagram
-// takes 4 µs of CPU time that packets need, and datagrams in the socket's buffer leave no room for
-// those of expected senders.
+// maxRefused is the maximum number of refused datagrams between two calls of Open. After that, the
+// kernel drops datagrams from unexpected addresses. It takes 4 µs of CPU time to read and refuse a
+// datagram. Refused datagrams also fill the socket's buffer, so that the kernel drops datagrams of
+// expected senders.
 const maxRefused = 50
 
-// A Crowd belongs to one socket. The zero value does nothing. Open and Refuse may be called
-// concurrently.
+// A Crowd limits the unexpected datagrams of one socket. The zero value does nothing. Open and
+// Refuse may be called concurrently.
 type Crowd struct {
 	socket  syscall.RawConn
-	refused atomic.Int32 // number of refused datagrams since Open
-	dropped uint32       // number of datagrams that the kernel had dropped at the last call of Open
+	refused atomic.Int32 // number of refused datagrams since the last call of Open
+	dropped uint32       // the kernel's count of dropped datagrams at the last call of Open
 }
 
 // Of returns the Crowd of a socket.
@@ -41,8 +41,8 @@ func Of(conn net.PacketConn) *Crowd {
 	return c
 }
 
-// Refuse counts a refused datagram. After too many, the socket accepts only datagrams from the
-// expected addresses, at most 64, until the next call of Open.
+// Refuse counts a refused datagram. After maxRefused, the socket accepts only datagrams from
+// expected addresses until the next call of Open. It uses at most 64 of these addresses.
 func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
 	if c.socket == nil || c.refused.Add(1) != maxRefused {
 		return nil
@@ -69,7 +69,7 @@ func (c *Crowd) restrict(senders []netip.Addr) error {
 }
 
 // Open makes the socket accept datagrams from everybody again, and returns how many datagrams the
-// kernel has dropped since the last call. Call it several times a second.
+// kernel has dropped since the last call. The caller must call it several times a second.
 func (c *Crowd) Open() (dropped uint32) {
 	if c.socket == nil {
 		return 0

@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// connect opens a TCP connection to an echo server. echo sends a line and waits until it comes
-// back. The caller must call end.
+// connect opens a TCP connection to an echo server. echo sends a line and waits until the same line
+// comes back. The caller must call end.
 func connect(ctx context.Context, from, to *lab.Host, seen netip.Addr) (echo func(line string) error, end func(), err error) {
 	const port = "7"
 	server, err := to.Listen("tcp", ":"+port)

@@ -24,7 +24,7 @@ type Options struct {
 	Keep   bool      // keep the clusters at the end, until the context ends
 	Color  bool      // Out is a terminal that shows colors
 	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager. It may take
-	// minutes to build them. The demo does not call Kube before it needs the programs.
+	// minutes to build them, so the demo calls it only when it needs the programs.
 	Kube func(context.Context) (string, error)
 }
 
@@ -74,8 +74,8 @@ func Run(ctx context.Context, o Options) error {
 	return runFleet(n, kube, took)
 }
 
-// runFleet is the part with API servers. kube is the folder of their programs. elapsed is the time
-// that the demo has taken so far.
+// runFleet runs the part of the demo with API servers. kube is the folder of their programs.
+// elapsed is the time that the demo has taken so far.
 func runFleet(n *narrator, kube string, elapsed time.Duration) (err error) {
 	s := &show{narrator: n}
 	start := time.Now().Add(-elapsed)
@@ -385,8 +385,8 @@ func (s *show) failover() error {
 	return s.a.Start(s.ctx, fleet.Gateway(active))
 }
 
-// unpeer removes one peering. It checks that its pods no longer reach each other, and that the
-// other peerings still work.
+// unpeer removes one peering. It checks that the pods of the two clusters no longer reach each
+// other, and that the other peerings still work.
 func (s *show) unpeer() error {
 	to := s.c.Pods[0]
 	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)

@@ -30,7 +30,7 @@ type pair struct {
 	a, b *lab.Cluster
 }
 
-// runFiles runs the part with a pair of clusters and removes their lab.
+// runFiles runs the part of the demo without API servers, and removes its lab.
 func runFiles(n *narrator) (err error) {
 	p := &pair{narrator: n}
 	defer func() {
@@ -56,8 +56,8 @@ func runFiles(n *narrator) (err error) {
 	})
 }
 
-// routing shows that a pod cannot route packets to an address of the other cluster that also
-// exists in its own cluster.
+// routing shows that a pod cannot reach an address in the other cluster if its own cluster has the
+// same address.
 func (p *pair) routing() error {
 	spec := lab.Spec{Name: p.Name, Clusters: lab.Clusters(2)}
 	for i := range spec.Clusters {
@@ -130,8 +130,8 @@ func (p *pair) waitForAnswer(from *lab.Pod, addr netip.Addr) error {
 	return pings.waitUntil(ctx, func() bool { return pings.answered > 0 })
 }
 
-// kernel shows that the gateways' network namespaces contain no WireGuard device and no nftables
-// chain for NAT, although the gateways have carried packets.
+// kernel shows that the gateways do not use the kernel's WireGuard and NAT. They have carried
+// packets, but their network namespaces contain no WireGuard device and no nftables chain for NAT.
 func (p *pair) kernel() error {
 	module := "is not loaded"
 	if _, err := os.Stat("/sys/module/wireguard"); err == nil {
@@ -151,7 +151,7 @@ func (p *pair) kernel() error {
 	return nil
 }
 
-// trace shows the path of one packet through both gateways, by `isthmus trace` on each.
+// trace shows the path of one packet through both gateways. It runs `isthmus trace` on each.
 func (p *pair) trace() error {
 	src, dst := p.a.Pods[0].Addr, p.b.Pods[1].Addr
 	seenDst, err := p.lab.Seen(p.a, p.b, dst)

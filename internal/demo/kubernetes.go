@@ -23,9 +23,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// RunKubernetes shows the steps on two clusters with real nodes, and the duration of each: from
-// an empty machine to the first HTTP response from the other cluster, then to a Service that is
-// reachable by name, even when one of its two clusters fails. It always removes the clusters.
+// RunKubernetes shows the steps on two clusters with real nodes, and how long each takes. The first
+// steps lead from an empty machine to an HTTP response from the other cluster. In the last steps, a
+// Service is reachable by name, even after one of its two clusters fails. RunKubernetes always
+// removes the clusters.
 func RunKubernetes(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -199,7 +200,7 @@ func (k *kubernetes) answer() error {
 	return nil
 }
 
-// get makes the client fetch a page. It connects to the client from the client's node.
+// get makes the client fetch a page, by a request to the client from the client's node.
 func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	ctx, cancel := context.WithTimeout(k.ctx, timeout)
 	defer cancel()
@@ -317,8 +318,8 @@ func (k *kubernetes) powerOff() error {
 	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
 		return err
 	}
-	// After the failure, the demo waits until all requests of a period of length quiet are
-	// answered. It fails if that takes longer than limit.
+	// After the failure, the demo waits until no request has failed for quiet. It returns an error
+	// if that takes longer than limit.
 	const quiet, limit = 5 * time.Second, time.Minute
 	requests, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)

@@ -83,7 +83,7 @@ func (i *indenter) Write(p []byte) (int, error) {
 }
 
 // talk pings the address dst and fetches a page from it. It verifies that the page comes from
-// server, and that server sees the address src as that of the client.
+// server, and that the client's address is src as server sees it.
 func (n *narrator) talk(from, server *lab.Host, dst, src netip.Addr) error {
 	rtt, err := from.Ping(n.ctx, dst)
 	if err != nil {
@@ -103,7 +103,7 @@ func (n *narrator) talk(from, server *lab.Host, dst, src netip.Addr) error {
 	return nil
 }
 
-// pingEvery is the interval of pings. A ping without an answer within pingWait is lost.
+// pingEvery is the interval of pings. A ping that gets no answer within pingWait is lost.
 const (
 	pingEvery = 50 * time.Millisecond
 	pingWait  = 200 * time.Millisecond
@@ -117,7 +117,7 @@ type pings struct {
 	mu       sync.Mutex
 	sent     int
 	answered int
-	inRow    int // answered since the last loss
+	inRow    int // number of answered pings since the last loss
 	last     time.Time
 	pause    time.Duration // longest time between two answers
 }

@@ -12,8 +12,8 @@ import (
 
 const metricDrops = "isthmus_drops_total"
 
-// mapEndpoint makes an endpoint of cluster b reachable from cluster a, although the endpoint is not
-// a pod. It requests the mapping from b's manager.
+// mapEndpoint makes an endpoint of cluster b, which is not a pod, reachable from cluster a. It
+// requests the mapping from b's manager.
 func (s *show) mapEndpoint() error {
 	server := s.b.OnPrem
 	seen, err := s.b.MapEndpoint(s.ctx, server.Addr, s.a)

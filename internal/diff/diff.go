@@ -4,14 +4,14 @@ package diff
 import "slices"
 
 // maxDiffering is the maximum number of different elements for which Of compares without hashing.
-// Up to this number, Of compares the lists side by side, so a change among thousands of elements
-// costs microseconds.
+// Up to this number, Of walks through both lists side by side, so a change among thousands of
+// elements costs microseconds.
 const maxDiffering = 64
 
 // Of returns the elements to add, replace and remove in order to turn have into want. Elements are
-// matched by key. A matched element that differs in any other field has to be replaced, and the
-// result holds the element of want. The results keep the order of the inputs, so that a plan prints
-// the same every time. If a key occurs more than once in one input, its last element counts.
+// matched by key. If matched elements differ, replace has the element of want. The results keep the
+// order of the inputs, so that a plan prints the same every time. If a key occurs more than once in
+// one input, its last element counts.
 //
 // If have and want are the same slice, Of returns at once.
 func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {

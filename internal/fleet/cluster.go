@@ -27,8 +27,8 @@ import (
 
 const wireGuardPort = 5871
 
-// AuditLog returns the path of the API server's audit log, with one event per line. It exists if
-// Options.Audit is set.
+// AuditLog returns the path of the API server's audit log, with one event per line. The file exists
+// if Options.Audit is set.
 func (c *Cluster) AuditLog() string { return filepath.Join(c.dir, "audit.log") }
 
 const auditPolicy = `{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
@@ -50,8 +50,8 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 	return c.Serve(ctx, kubetest.Options{Dir: kube, Controllers: true, APIServerArgs: args})
 }
 
-// restartServer starts a new control plane without the state of the previous one. The sniffer
-// queries the new one afterwards.
+// restartServer starts a new control plane without the objects of the previous one. Afterwards the
+// sniffer queries the new one.
 func (c *Cluster) restartServer(ctx context.Context, o Options) error {
 	c.remotes.mu.Lock() // keeps the sniffer from querying the previous server
 	defer c.remotes.mu.Unlock()
@@ -200,8 +200,9 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 	return c.tokenFor(ctx, account, account, nil)
 }
 
-// podIdentity writes a kubeconfig for a Pod and returns its path. The token is bound to the Pod,
-// like a token that a kubelet requests, so it identifies the Pod and its node to the API server.
+// podIdentity writes a kubeconfig for a Pod and returns its path. Like a token that a kubelet
+// requests, the token is bound to the Pod, and so identifies the Pod and its node to the API
+// server.
 func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string, error) {
 	var pod corev1.Pod
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod); err != nil {
@@ -211,7 +212,7 @@ func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string
 }
 
 func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *authenticationv1.BoundObjectReference) (string, error) {
-	const life = int64(24 * time.Hour / time.Second) // there is no kubelet that renews the token
+	const life = int64(24 * time.Hour / time.Second) // the token is never renewed, because no kubelet runs
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: bound, ExpirationSeconds: new(life)}}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: account}}
 	if err := c.Client.SubResource("token").Create(ctx, sa, token); err != nil {

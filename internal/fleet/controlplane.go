@@ -27,12 +27,13 @@ import (
 // Namespace is the namespace of Isthmus in each cluster.
 const Namespace = deploy.Namespace
 
-// A ControlPlane is a cluster of a lab with an API server. It is the common part of clusters
-// whose nodes are namespaces (Cluster) and clusters with kubelets (package kubenodes).
+// A ControlPlane is a cluster of a lab with an API server. It has the code that two types of
+// cluster share: those whose nodes are namespaces (Cluster), and those with kubelets (package
+// kubenodes).
 type ControlPlane struct {
 	*lab.Cluster
 	Server *kubetest.Server
-	Client client.WithWatch // with an administrator's rights; it connects from inside the lab
+	Client client.WithWatch // a client with an administrator's rights that connects from inside the lab
 	Config *rest.Config     // configuration of Client
 }
 
@@ -57,7 +58,7 @@ func (c *ControlPlane) Serve(ctx context.Context, o kubetest.Options) (err error
 	return err
 }
 
-// errNoPeering means that a cluster has no Peering with a given other cluster.
+// errNoPeering means that a cluster has no Peering with the requested cluster.
 var errNoPeering = errors.New("there is no Peering")
 
 // Peering returns cluster c's Peering with another cluster. It returns an error if there is none.
@@ -83,7 +84,7 @@ func (c *ControlPlane) WaitReady(ctx context.Context, with Member, timeout time.
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, timeout, true, func(ctx context.Context) (bool, error) {
 		p, err := c.Peering(ctx, with)
 		if err != nil {
-			return false, nil //nolint:nilerr // not there yet, or the API server does not answer: continue to wait
+			return false, nil //nolint:nilerr // no Peering yet, or no answer from the API server: continue to wait
 		}
 		for _, condition := range p.Status.Conditions {
 			if condition.Type == isthmus.ConditionReady {
@@ -99,8 +100,8 @@ func (c *ControlPlane) WaitReady(ctx context.Context, with Member, timeout time.
 	return nil
 }
 
-// Networks returns the networks that c has allocated for another cluster: for its pods and for
-// its mapped endpoints.
+// Networks returns the networks that c has allocated for a peer: for the peer's pods, and for its
+// mapped endpoints.
 func (c *ControlPlane) Networks(ctx context.Context, peer Member) (pods, external netip.Prefix, err error) {
 	p, err := c.Peering(ctx, peer)
 	if err != nil {
@@ -127,8 +128,8 @@ func (c *ControlPlane) Seen(ctx context.Context, member Member, addr netip.Addr)
 	return lab.Move(addr, peer.PodCIDR, seen), nil
 }
 
-// ActivePod returns the only gateway Pod that is labelled as active. It waits for an election in
-// progress: a gateway carries traffic before it has the label.
+// ActivePod returns the only gateway Pod that has the label of an active gateway. It waits for an
+// election in progress. A gateway already carries traffic before it gets the label.
 func (c *ControlPlane) ActivePod(ctx context.Context, timeout time.Duration) (pod *corev1.Pod, err error) {
 	var last error
 	err = wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, timeout, true, func(ctx context.Context) (bool, error) {
@@ -191,7 +192,7 @@ func (s *Set[C]) Command(ctx context.Context, program string, args ...string) *l
 	return cmd
 }
 
-// WriteKubeconfig joins the clusters' kubeconfigs into one file with one context each.
+// WriteKubeconfig joins the clusters' kubeconfigs into one file with one context for each cluster.
 func (s *Set[C]) WriteKubeconfig() error {
 	all := clientcmdapi.NewConfig()
 	for _, member := range s.Clusters {

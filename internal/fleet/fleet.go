@@ -34,26 +34,26 @@ type Options struct {
 	Kube     string    // the folder that kubetest.Build returned
 	Progress io.Writer // a line for each step; nil: none
 	Audit    bool      // API servers write audit logs, see Cluster.AuditLog
-	// IPAMAllow lists the networks of nodes whose addresses virtual kubelets may map. It is the
-	// value of the managers' flag --ipam-allow, and may be empty.
+	// IPAMAllow is the value of the managers' flag --ipam-allow, and may be empty. It lists
+	// networks of nodes. Virtual kubelets may map addresses in these networks.
 	IPAMAllow string
 	// Services makes the clusters share Services with peers.
 	Services bool
-	// Votes lets the nodes of a cluster elect its active gateway by votes. It has no effect on
+	// Votes makes the nodes of a cluster elect its active gateway by votes. It has no effect on
 	// gateways on the host network.
 	Votes bool
 	// Prepare is called for the lab before any program runs in it. It creates the pod network of
-	// clusters that are Bare, and may replace networks and addresses of Nodes and Pods.
+	// Bare clusters, and may replace networks and addresses of Nodes and Pods.
 	Prepare func(context.Context, *lab.Lab) error
-	// Network is called for each cluster after its Nodes are described, and before components run.
-	// It starts a program that creates the pod network from the objects in the API server.
+	// Network is called for each cluster after its Node objects exist, and before its components
+	// run. It starts a program that creates the pod network from the objects in the API server.
 	Network func(context.Context, *Cluster) error
 }
 
 // A Fleet is the clusters of one lab.
 type Fleet struct {
 	Set[*Cluster]
-	Sniffer *lab.Sniffer // watches the underlay during the Fleet's lifetime; Down returns the leaks
+	Sniffer *lab.Sniffer // watches the underlay as long as the Fleet exists; Down returns the leaks
 
 	options Options
 }
@@ -154,9 +154,9 @@ func (f *Fleet) install(ctx context.Context, c *Cluster) error {
 	return nil
 }
 
-// Replace rebuilds a cluster on the same machines. Its name and networks stay, but it gets a new
-// cluster ID, certificate authority and API server, without any of the old objects. It removes
-// Isthmus's old objects from the nodes' kernels, as a reboot does.
+// Replace rebuilds a cluster on the same machines. The cluster keeps its name and networks, but it
+// gets a new cluster ID, certificate authority and API server, without any of the old objects.
+// Replace also removes the kernel objects of Isthmus from the nodes, as a reboot does.
 func (f *Fleet) Replace(ctx context.Context, c *Cluster) error {
 	err := c.stopAll()
 	c.remotes.stop()
@@ -180,8 +180,8 @@ func (f *Fleet) Replace(ctx context.Context, c *Cluster) error {
 	return f.install(ctx, c)
 }
 
-// Down ends everything and removes the lab. It returns an error if any node has sent a packet for
-// a peer in the clear since Up.
+// Down ends everything and removes the lab. It returns an error if, since Up, a node has sent a
+// packet for a peer in the clear.
 func (f *Fleet) Down() error {
 	err := f.Each((*Cluster).stopAll)
 	err = errors.Join(err, f.stopSniffing())

@@ -17,8 +17,8 @@ const (
 )
 
 // Kubelets imitates kubelets until ctx ends. It probes all gateways and route agents, and writes
-// into their Pods whether they run and are ready. As with real kubelets, the Pod does not contain
-// the reason why a container is not ready.
+// into the status of their Pods whether they run and are ready. As with real kubelets, the Pod does
+// not contain the reason why a container is not ready.
 func (c *Cluster) Kubelets(ctx context.Context) {
 	for {
 		for i := range c.Nodes {

@@ -18,8 +18,8 @@ import (
 // electionTimeout is the time for which ActiveGateway waits for an active gateway.
 const electionTimeout = 30 * time.Second
 
-// ActiveGateway returns the number of the node, counted from 0, whose gateway is active. It waits
-// for an election in progress.
+// ActiveGateway returns the index, from 0, of the node whose gateway is active. It waits for an
+// election in progress.
 func (c *Cluster) ActiveGateway(ctx context.Context) (int, error) {
 	pod, err := c.ActivePod(ctx, electionTimeout)
 	if err != nil {

@@ -25,7 +25,7 @@ const gateways = 2
 // Resolver is the DNS server of all nodes.
 const Resolver = "192.168.79.53"
 
-// patience is the timeout for the start of a component, and for its end. On an idle machine
+// patience is the timeout for a component to start, and for a component to end. On an idle machine
 // either takes seconds.
 const patience = 90 * time.Second
 
@@ -68,7 +68,7 @@ func (c *Cluster) GatewayAddr(i int) netip.Addr {
 	return c.Nodes[i].Addr
 }
 
-// A process is a component that runs, or that Start can start again.
+// A process is a component that runs, or that has stopped and that Start can start again.
 type process struct {
 	host *lab.Host
 	args []string
@@ -96,8 +96,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Peers cannot use the networks that nodes report, which include the node's DNS servers. A
-	// fixed resolv.conf makes the reports independent of this machine's DNS servers.
+	// Each node reports its networks and its DNS servers, and peers cannot use these. A fixed
+	// resolv.conf makes the reports independent of this machine's DNS servers.
 	resolvers := filepath.Join(c.dir, "resolv.conf")
 	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err
@@ -162,8 +162,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	return c.waitForReports(ctx)
 }
 
-// SetTunnels changes the gateways' number of tunnels. It takes effect at each gateway's next
-// start, and does not change the Service.
+// SetTunnels changes the gateways' number of tunnels. Each gateway uses the new number from its
+// next start on. The Service does not change.
 func (c *Cluster) SetTunnels(n int) {
 	c.Tunnels = n
 	for i := range gateways {
@@ -185,9 +185,9 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	return c.waitReady(ctx, name, c.processes[name])
 }
 
-// inContainer is a shell script that runs a command as the kubelet runs the gateway's container:
-// only with the capabilities in the first argument, without privilege escalation, and with
-// /proc/sys read-only. The command must already have its own mount namespace.
+// inContainer is a shell script that runs a command as the kubelet runs the gateway's container.
+// The command gets only the capabilities in the first argument, no privilege escalation, and a
+// read-only /proc/sys. It must already have its own mount namespace.
 const inContainer = `caps=$1; shift; mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&
 exec setpriv --bounding-set="-all,$caps" --inh-caps=-all --no-new-privs "$@"`
 

@@ -46,8 +46,8 @@ type remotes struct {
 	end    context.CancelFunc
 	done   sync.WaitGroup
 
-	// mu is held during queries of the API server, so that an older response cannot replace a newer
-	// one.
+	// mu is also held during a query of the API server, so that an older response cannot replace a
+	// newer one.
 	mu       sync.Mutex
 	networks map[string][]netip.Prefix // by cluster ID of the peer
 }
@@ -143,9 +143,9 @@ func (c *Cluster) learn(ctx context.Context) error {
 	return nil
 }
 
-// remember returns the networks of peers according to the IPAM state. Without an IpamStorage it
-// returns known unchanged. A peer that is no longer in the IPAM state keeps its networks as long
-// as its Peering exists.
+// remember returns the networks of peers, by cluster ID, according to the IPAM state. Without an
+// IpamStorage it returns known unchanged. If a peer is no longer in the IPAM state, it keeps its
+// networks unless its Peering is deleted or being deleted.
 func remember(known map[string][]netip.Prefix, storages []v1alpha1.IpamStorage, peerings []isthmus.Peering) map[string][]netip.Prefix {
 	if len(storages) == 0 {
 		return known

@@ -14,8 +14,8 @@ import (
 )
 
 // Table writes the objects at a path of the API server
-// ("/apis/net.liqo.io/v1alpha1/networkconfigs") in the form of `kubectl get`: the server formats
-// the rows from the kind's printer columns. wide adds the columns of lower priority.
+// ("/apis/net.liqo.io/v1alpha1/networkconfigs") as `kubectl get` does: the API server formats the
+// rows from the kind's printer columns. wide adds the columns that `kubectl get -o wide` adds.
 func (c *Cluster) Table(ctx context.Context, w io.Writer, path string, wide bool) error {
 	table, err := c.table(ctx, path)
 	if err != nil {

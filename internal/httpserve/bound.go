@@ -12,15 +12,15 @@ import (
 // about 10 KiB.
 const maxConnections = 256
 
-// A bound limits the number of connections of a server. Above the limit, it closes one of the
-// connections that wait for a request or have sent only a part of one. Among these, it chooses the
-// client with the most connections, and of that client the connection that has waited longest. Thus
-// a client that holds connections open cannot shut out other clients, in particular the kubelet.
+// A bound limits the number of connections of a server. Above the limit, it closes a connection
+// that waits for a complete request. It chooses the client that has the most such connections. From
+// this client's connections, it closes the one that has waited longest. Thus a client that holds
+// connections open cannot shut out other clients, in particular the kubelet.
 type bound struct {
 	limit int
 
 	mu    sync.Mutex
-	since map[net.Conn]uint64 // value of steps when the wait for a request began; 0: a request is being served
+	since map[net.Conn]uint64 // the value of steps when the connection began to wait for a request; 0 while the server handles a request
 	steps uint64
 }
 
@@ -39,8 +39,8 @@ func (b *bound) bind(s *http.Server) {
 	})
 }
 
-// state tracks a connection's state. net/http calls state for a new connection before accepting
-// the next one. state ignores StateActive, which only means that the first octet has arrived.
+// state tracks a connection's state. net/http calls state for a new connection before it accepts
+// the next one. state ignores StateActive, which means only that the first octet has arrived.
 func (b *bound) state(c net.Conn, state http.ConnState) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -70,7 +70,8 @@ func (b *bound) answering(c net.Conn, begins bool) {
 	}
 }
 
-// surplus returns the connection to close. One always waits for a request: the newest.
+// surplus returns the connection to close. There always is one, because at least the newest
+// connection waits for a request.
 func (b *bound) surplus() (worst net.Conn) {
 	waiting := make(map[string]int)
 	for c, since := range b.since {
@@ -99,7 +100,8 @@ func hostOf(c net.Conn) string {
 	return host
 }
 
-// closeNow closes a connection without a TLS alert, because a client might never read the alert.
+// closeNow closes a connection without a TLS alert. To send an alert could block, because a client
+// might never read it.
 func closeNow(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

@@ -32,16 +32,15 @@ type server struct {
 func New(log *slog.Logger) *Servers { return &Servers{log: log} }
 
 // Listen opens a socket for a handler that needs no authorization, and returns the socket's
-// address. It returns an error for an address that cannot be used. label is the name of the server
-// in errors. An empty address means no server, and is no error. Connections wait until Serve
-// accepts them.
+// address. With an empty address it opens none and returns nil. label is the name of the server in
+// errors. Connections wait until Serve accepts them.
 func (s *Servers) Listen(label, address string, handler http.Handler) (net.Addr, error) {
 	return s.listen(label, address, nil, handler)
 }
 
-// ListenPrivate is Listen for a handler that needs authorization. It uses the TLS of secure;
-// handler must apply secure.Guarded itself. If secure is nil, it logs a warning for an address
-// that other machines can reach.
+// ListenPrivate is Listen for a handler that needs authorization. It uses secure.TLS. It does not
+// apply secure.Guarded: handler must do that itself. If secure is nil, ListenPrivate logs a warning
+// unless the address is a loopback address.
 func (s *Servers) ListenPrivate(label, address string, secure *Secure, handler http.Handler) (net.Addr, error) {
 	if secure != nil {
 		return s.listen(label, address, secure.TLS, handler)
@@ -96,8 +95,8 @@ func (s *Servers) Serve() {
 	}
 }
 
-// Close gives requests in progress one second, and returns when all goroutines of Serve have
-// ended. It may be called more than once, and without Serve.
+// Close gives requests in progress one second to complete, and returns when all goroutines of Serve
+// have ended. It may be called more than once, and without Serve.
 func (s *Servers) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()

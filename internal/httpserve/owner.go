@@ -15,8 +15,8 @@ import (
 )
 
 // ListenOwner is Listen for a handler that only root and the user of this process may use. It
-// listens on an abstract Unix socket (unix(7)). Such a socket belongs to the network namespace,
-// not to the file system, so it needs no writable directory. The server closes connections of
+// listens on an abstract Unix socket (unix(7)). Such a socket belongs to the network namespace
+// instead of the file system, so it needs no writable directory. The server closes connections of
 // other users. DialOwner is the client.
 func (s *Servers) ListenOwner(label, name string, handler http.Handler) error {
 	l, err := net.Listen("unix", "@"+name)
@@ -30,9 +30,9 @@ func (s *Servers) ListenOwner(label, name string, handler http.Handler) error {
 // errStranger is the error of DialOwner when another user, who is not root, owns the listener.
 var errStranger = errors.New("the listening process belongs neither to root nor to this user")
 
-// DialOwner connects to the socket of ListenOwner in this network namespace. Any process in the
-// namespace could listen on that name first. If the process of another user, except root, listens,
-// DialOwner returns errStranger and sends nothing.
+// DialOwner connects to the socket of ListenOwner in this network namespace. Another process in the
+// namespace may have taken the socket's name first. If that process belongs neither to root nor to
+// this user, DialOwner returns errStranger and sends nothing.
 func DialOwner(ctx context.Context, name string) (net.Conn, error) {
 	c, err := new(net.Dialer).DialContext(ctx, "unix", "@"+name)
 	if err != nil {
@@ -82,7 +82,7 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 }
 
 // userOf returns the user at the other end of a connection, as the kernel reports it (SO_PEERCRED).
-// For a client, this is the user that called listen(2).
+// On the client's side, this is the user that called listen(2).
 func userOf(c net.Conn) (uid uint32, err error) {
 	raw, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {

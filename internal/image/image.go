@@ -1,5 +1,5 @@
 // Package image writes OCI images as archives that container runtimes import. It needs only the
-// files of the image and no daemon. The same input always produces the same bytes.
+// files of the image and no daemon. The same input always produces the same archive.
 //
 //	oci-layout, index.json ─► index ─► manifest of each platform ─► config, one layer
 //
@@ -27,12 +27,12 @@ import (
 type Image struct {
 	// Ref is the image's name after an import, with registry and tag.
 	Ref string
-	// Created is the timestamp of everything in the image. It is an input, because the current time
-	// would make each build different.
+	// Created is the timestamp of everything in the image. The caller sets it, because with the
+	// current time each build would be different.
 	Created time.Time
-	// Labels become labels of each platform's configuration, and annotations of the index.
+	// Labels become labels in the configuration of each platform, and annotations of the index.
 	Labels map[string]string
-	// User is UID:GID in numbers, because the image has no /etc/passwd that could resolve names.
+	// User is UID:GID as numbers, because the image has no /etc/passwd that could resolve names.
 	User       string
 	Entrypoint []string
 	Platforms  []Platform
@@ -44,8 +44,8 @@ type Platform struct {
 	Files            []File
 }
 
-// A File is one file of a layer. Its parent directories are created, owned by root and readable
-// by all.
+// A File is one file of a layer. Its parent directories are created; root owns them and everybody
+// can read them.
 type File struct {
 	Path    string // absolute path
 	Mode    int64
@@ -135,7 +135,7 @@ func (i Image) Write(w io.Writer) (digest string, err error) {
 	}
 	named.Annotations = map[string]string{
 		"io.containerd.image.name":          i.Ref, // containerd reads the full name
-		"org.opencontainers.image.ref.name": i.Ref, // other tools read the tag, or the name
+		"org.opencontainers.image.ref.name": i.Ref, // other tools read the tag, or the full name
 	}
 	layout, err := json.Marshal(index{SchemaVersion: 2, MediaType: typeIndex, Manifests: []descriptor{named}})
 	if err != nil {

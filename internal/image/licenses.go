@@ -20,8 +20,8 @@ type license struct {
 	text       []byte
 }
 
-// marks are sentences that every copy of a license contains. Sequences of white space and comment
-// characters are replaced by one blank before the comparison.
+// marks has, for each known license, a sentence that every copy of the license contains. Before the
+// comparison, sequences of white space and comment characters are replaced by one blank.
 var marks = []struct{ id, sentence string }{
 	{"Apache-2.0", "Apache License Version 2.0"},
 	{"Apache-2.0", "Licensed under the Apache License, Version 2.0"},
@@ -66,7 +66,8 @@ func expressionOf(text []byte) (string, error) {
 }
 
 // licensesOf finds the licenses of all modules of a binary, of Go itself (stdlib), and of the main
-// module in root. The keys are "PATH@VERSION". It runs the go command to find the modules' folders.
+// module in root. The keys are "PATH@VERSION". It runs `go mod download` to find the modules'
+// folders.
 func licensesOf(info *debug.BuildInfo, root string) (map[string]license, error) {
 	goroot, err := exec.Command("go", "env", "GOROOT").Output()
 	if err != nil {
@@ -123,8 +124,8 @@ func licenseIn(dir string) (l license, err error) {
 	return l, err
 }
 
-// notices returns the text that must accompany the program and the certificate authorities: each
-// module with the text of its license.
+// notices returns the text that must accompany the program and the certificate authorities. It
+// lists each module with the text of its license.
 func notices(info *debug.BuildInfo, origin *debug.Module, licenses map[string]license) []byte {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. Its image contains these modules:\n\n")
@@ -148,8 +149,8 @@ v. 2.0, which you can obtain at https://mozilla.org/MPL/2.0/. Their source is
 https://hg.mozilla.org/projects/nss/file/tip/lib/ckfw/builtins/certdata.txt.
 `
 
-// originOf returns the module from which the certificate authorities come. internal/tools/roots has
-// written its name and version into the first line.
+// originOf returns the module from which the certificate authorities come. Their first line has its
+// name and version, which internal/tools/roots has written.
 func originOf(authorities []byte) (*debug.Module, error) {
 	line, _, _ := strings.Cut(string(authorities), "\n")
 	if f := strings.Fields(line); len(f) == 3 && f[0] == "#" {
@@ -158,13 +159,13 @@ func originOf(authorities []byte) (*debug.Module, error) {
 	return nil, fmt.Errorf("certificate authorities: first line %.80q: want # MODULE VERSION", line)
 }
 
-// goModule returns a module for Go's standard library, which is in every binary but not in the
-// list of its modules.
+// goModule returns a module that stands for Go's standard library. It is in every binary but not in
+// the list of the binary's modules.
 func goModule(info *debug.BuildInfo) *debug.Module {
 	return &debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")}
 }
 
-// effective returns the module that was compiled for m: its replacement if there is one.
+// effective returns the module that the linker used for m: the replacement of m if there is one.
 func effective(m *debug.Module) *debug.Module {
 	if m.Replace != nil {
 		return m.Replace

@@ -9,11 +9,11 @@ import (
 	"time"
 )
 
-// SBOM returns the software bill of materials of a Go binary, as SPDX 2.3 in JSON, and the
-// notices: the text of all licenses. Both list the modules that the linker recorded in the
-// binary, the version of Go that compiled it, and the origin of the certificate authorities. name
-// is the name of the document. version is the version of the main module, which a build without
-// version control does not record. root is the main module's folder.
+// SBOM returns the software bill of materials of a Go binary, as SPDX 2.3 in JSON, and the text of
+// all licenses. Both list the modules that the linker recorded in the binary, the version of Go
+// that compiled it, and the origin of the certificate authorities. name is the name of the
+// document. version is the version of the main module, which the binary lacks if it was built
+// without version control. root is the main module's folder.
 func SBOM(binary, root, name, version string, authorities []byte, created time.Time) (spdx, text []byte, err error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {

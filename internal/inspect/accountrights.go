@@ -24,7 +24,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// A need is a right that a component requires.
+// A need is a permission that a component requires.
 type need struct {
 	account    string
 	attributes authorizationv1.ResourceAttributes
@@ -48,8 +48,8 @@ func (n need) String() string {
 	return fmt.Sprintf("%s is not allowed to %s %s", n.account, a.Verb, what)
 }
 
-// needs returns the rights that deploy/rbac grants to the components. It leaves out the right
-// to write Events, because everything works without it.
+// needs returns the rights that deploy/rbac grants to the components, except the right to write
+// Events, because everything works without it.
 func needs(namespace string) (all []need, err error) {
 	paths, err := fs.Glob(deploy.Files, "rbac/*.yaml")
 	if err != nil {
@@ -110,9 +110,8 @@ func needsOf(account, namespace string, rule rbacv1.PolicyRule) (all []need) {
 
 const concurrentRequests = 16
 
-// rightsHop checks, by requests to the API server, whether the components have the rights that they
-// need. lacking lists the accounts that lack a right. hop is nil if the user may not make these
-// requests.
+// rightsHop checks, by SubjectAccessReviews, whether the components have the rights that they need.
+// lacking lists the accounts that lack a right. hop is nil if the user may not create such reviews.
 func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// components reads the state of the components. Only the Pods are required. Other objects that the
-// user may not read are left out without an error.
+// components reads the Pods of the components, and other objects that describe them. It returns an
+// error if the user may not read the Pods. It leaves out other objects that the user may not read.
 func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found health.Components, err error) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
@@ -58,8 +58,8 @@ func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found h
 	return found, nil
 }
 
-// anyConnected reports whether packets have gone both ways between this cluster and some peer for
-// at least AgentsLag. If it returns false, an outage between the clusters may explain why a node
+// anyConnected reports whether packets have gone both ways between this cluster and a peer for at
+// least AgentsLag. If it returns false, an outage between the clusters may be the reason why a node
 // received no packets.
 func anyConnected(ctx context.Context, c *cluster.Cluster, now time.Time) bool {
 	var list isthmus.PeeringList

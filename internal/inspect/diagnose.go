@@ -14,16 +14,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// Diagnose checks, hop by hop, the path from a cluster to the peer with this name, or to all peers
-// if name is empty. remote is the other side, or nil if it cannot be queried. The error is
-// ErrOtherPeer if name and remote are two different clusters. If querying the other side fails,
-// Diagnose returns the diagnosis of this side and an error.
+// Diagnose checks, hop by hop, the path from a cluster to a peer. name is the name of the peer or
+// its Peering; if it is empty, Diagnose checks the paths to all peers. remote is the peer's
+// cluster, or nil if it cannot be queried. The error is ErrOtherPeer if name and remote are two
+// different clusters. If querying remote fails, Diagnose returns the diagnosis of this side and an
+// error.
 func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) (*health.Diagnosis, error) {
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
 	meant := func(p *isthmus.Peering) bool { return name == "" || hasName(p, name) }
-	var queryErr error // error of querying the other side
+	var queryErr error // error from a query of the other side
 	if remote != nil {
 		if queryErr = remote.Identify(ctx); queryErr != nil {
 			remote = nil
@@ -41,7 +42,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // the name may be known only to the other cluster, which could not be queried
+		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // only the other cluster may have the name, and it could not be queried
 			return nil, queryErr
 		}
 		if len(here.Peerings) == 0 && name != "" {
@@ -67,8 +68,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	return d, queryErr
 }
 
-// ErrOtherPeer is returned when the name and the access to the other cluster belong to two
-// different peers.
+// ErrOtherPeer is returned when the given name and the given other cluster are two different peers.
 var ErrOtherPeer = errors.New("another peer")
 
 // hasName reports whether a Peering, or its peer, has this name.

@@ -25,8 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// clusterHops returns the hops that all peerings of a cluster share, and the active manager and
-// gateway.
+// clusterHops returns the hops that all peerings of a cluster share. It also returns the active
+// manager and the active gateway.
 func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
 	if manager, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, true); err != nil {
 		return nil, manager, gateway, err
@@ -87,9 +87,9 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	return append([]health.Hop{*rights}, hops...), manager, gateway, nil
 }
 
-// nodeHops checks that every node that accepts a route agent has one, as the kubelets report. Nodes
-// that are not ready get a separate hop, which is not broken: perhaps a kubelet has only lost its
-// connection to the API server, while its pods are reachable.
+// nodeHops checks that every node that accepts a route agent has one, according to the kubelets.
+// Nodes that are not ready get a separate hop. That hop is not broken, because the pods of such a
+// node may be reachable if only its kubelet has lost the connection to the API server.
 func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
@@ -110,15 +110,15 @@ func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) 
 	return hops, nil
 }
 
-// kernelHop returns a hop with the missing kernel features that route agents report for
-// existing nodes. It returns false if none is missing. A missing feature that drops packets
-// makes the hop broken; any other makes it limited.
+// kernelHop returns a hop with the missing kernel features that route agents report. It ignores
+// reports for nodes that no longer exist. It returns false if no feature is missing. The hop is
+// broken if a missing feature makes a node drop packets, and otherwise limited.
 func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (health.Hop, bool) {
 	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
 	var reports isthmus.NodeNetworksList
 	if err := c.Client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
 		if meta.IsNoMatchError(err) {
-			return hop, false // an older version, whose agents write no reports
+			return hop, false // an older version of Isthmus, whose agents write no reports
 		}
 		hop.State, hop.Text = health.Unknown, "NodeNetworks cannot be read: "+safetext.Of(kubeerr.Plain("the API server", err).Error())
 		return hop, true
@@ -142,8 +142,8 @@ func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 }
 
 // managersRoll returns a sentence if a rollout of the managers is in progress or has just ended,
-// and a manager is available to take over. Otherwise, or if it cannot read the Deployment, it
-// returns "".
+// and a manager is available to take over. Otherwise it returns "", also if it cannot read the
+// Deployment.
 func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
 	var deployments appsv1.DeploymentList // optional, as in gatewaysWanted
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
@@ -153,7 +153,7 @@ func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string
 }
 
 // identityExpiry returns the time at which the token of a Peering's identity expires. It returns
-// false if the time is unknown, or if reading it is forbidden.
+// false if the time is unknown, or if the user may not read the token.
 func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) (time.Time, bool) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
@@ -192,7 +192,7 @@ func tokenExpiry(token string) (time.Time, bool) {
 }
 
 // clockHop compares the times that manager, gateway and kubelets write into their Leases with the
-// times at which the API server received them. It skips Leases whose reading is forbidden. It
+// times at which the API server received them. It skips Leases that the user may not read. It
 // returns false if no clock differs.
 func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
 	var leases coordinationv1.LeaseList // optional: the Leases of manager and gateway are known already

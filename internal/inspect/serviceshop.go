@@ -54,8 +54,8 @@ func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	})
 }
 
-// namesHop checks whether CoreDNS answers for imported services. notAsked names the part that could
-// not be checked, if any.
+// namesHop checks whether CoreDNS answers for imported services. notAsked describes the check that
+// was not possible, or is empty.
 func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
 	d, err := coredns.Find(ctx, c)
@@ -140,7 +140,7 @@ func queryDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) 
 	if err != nil {
 		return 0, err
 	}
-	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection does not support deadlines
+	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection supports no deadline, so close it when ctx ends
 	defer conn.Close()
 	return querySOA(conn, corefile.Zone)
 }
@@ -190,7 +190,7 @@ type ServiceCounts struct {
 	Refused  int `json:"refused,omitempty"`
 	Waiting  int `json:"waiting,omitempty"` // neither imported nor refused yet
 
-	reasons []string // reasons of the refusals
+	reasons []string // reasons for which services were refused
 }
 
 func (s *ServiceCounts) String() string {
@@ -204,8 +204,8 @@ func (s *ServiceCounts) String() string {
 	return text
 }
 
-// problems returns a line for each of the first refused services, and a line with the number of the
-// others.
+// problems returns a line for each of the first refused services, and a line with the number of
+// further ones.
 func (s *ServiceCounts) problems() (all []string) {
 	const few = 5
 	for _, reason := range s.reasons[:min(few, len(s.reasons))] {
@@ -218,7 +218,7 @@ func (s *ServiceCounts) problems() (all []string) {
 }
 
 // importedServices counts the services that peers export to this cluster, by tenant namespace. It
-// returns nil if the kind does not exist, or if reading it is forbidden.
+// returns nil if the kind does not exist, or if the user may not read the objects.
 func importedServices(ctx context.Context, c *cluster.Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
 	switch err := c.Client.List(ctx, &list); {

@@ -32,7 +32,7 @@ type Status struct {
 	Namespace string                   `json:"namespace"` // namespace of the installation
 	Manager   health.Holder            `json:"manager"`   // the active manager
 	Gateway   health.Holder            `json:"gateway"`   // the active gateway
-	Gateways  []GatewayPod             `json:"gateways"`  // Pods that are marked as active; normally one
+	Gateways  []GatewayPod             `json:"gateways"`  // Pods that have the label of an active gateway; normally one
 	Hops      []health.Hop             `json:"hops"`      // hops that all peerings share
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
 	At        time.Time                `json:"at"`        // when the status was read, by the API server's clock
@@ -50,7 +50,7 @@ type Row struct {
 	Name      string                   `json:"name"`
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready     bool                     `json:"ready"`
-	Status    metav1.ConditionStatus   `json:"status"`             // status of the condition Ready; also Unknown while no component updates the condition
+	Status    metav1.ConditionStatus   `json:"status"`             // status of the condition Ready, or Unknown while no component updates the condition
 	Reason    string                   `json:"reason"`             // reason of the condition Ready
 	Problem   string                   `json:"problem,omitempty"`  // the first problem
 	Problems  []string                 `json:"problems,omitempty"` // all problems, the first one first
@@ -65,10 +65,10 @@ type Row struct {
 	// Keys are the WireGuard keys that the current sessions use.
 	Keys isthmus.KeysStatus `json:"keys,omitzero"`
 	// Services counts the services that the peer exports to this cluster. It is nil if there are
-	// none, or if reading them is not permitted.
+	// none, or if the user may not read them.
 	Services *ServiceCounts `json:"services,omitempty"`
 	// IdentityUntil is the time at which our token at the peer expires. It is nil if there is no
-	// token, or if reading it is not permitted.
+	// token, or if the user may not read it.
 	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
 	Since         *metav1.Time       `json:"since,omitempty"` // since when Status holds, by the API server's clock; nil: unknown
 	Conditions    []metav1.Condition `json:"conditions"`
@@ -114,7 +114,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 }
 
 // noGateway returns the reason why no gateway is active. It returns "" if a gateway is active, or
-// if the cluster uses a gateway that is not from Isthmus.
+// if the cluster uses a gateway that is not from Isthmus, such as Liqo's.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
 		if h := &s.Hops[i]; health.NoneActive(h) {
@@ -172,7 +172,7 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// keyText formats a key with its age. If lags is set, it adds that the key is being rotated.
+// keyText formats a key with its age. If lags is set, the text adds that the key is being rotated.
 func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	if key == "" {
 		return ""
@@ -183,8 +183,8 @@ func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	return key
 }
 
-// Ready reports whether all peerings are ready, and all hops that they share in this cluster work.
-// It is true if there is no peering.
+// Ready reports whether all peerings are ready, and no hop that they share in this cluster is
+// broken. Without a peering it returns true, even if a hop is broken.
 func (s Status) Ready() bool {
 	if len(s.Peerings) == 0 {
 		return true
@@ -192,8 +192,8 @@ func (s Status) Ready() bool {
 	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
-// mandate returns a text to append to the name of the active gateway. It has the time for which the
-// gateway has been active, its epoch, and the reason.
+// mandate returns a text to append to the name of the active gateway: how long the gateway has been
+// active, its epoch, and the reason why it became active.
 func (s Status) mandate() string {
 	text := ""
 	if since := ago(s.Gateway.Since, s.At); since != "" {
@@ -258,7 +258,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		}
 		printRow(t, cells...)
 	}
-	if wide { // a table of its own, so that both tables fit on a screen
+	if wide { // a separate table, so that both tables fit on a screen
 		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tOUR KEY\tTHEIR KEY\tPOST-QUANTUM")
 		for _, p := range s.Peerings {
 			until := ""

@@ -20,9 +20,9 @@ import (
 )
 
 // NodeHop checks the path between a Pod's node and the gateway: the rules and the overlay of that
-// node's route agent. An empty node means that no Pod has the address. If only the path to the
-// gateway is broken, the hop's state is Waits while no gateway is active, and Unknown while the
-// gateway is new.
+// node's route agent. An empty node means that no Pod has the address. If nothing but the
+// connection to the gateway is broken, the hop's state is Waits while no gateway is active, and
+// Unknown while the gateway is new.
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
@@ -62,12 +62,12 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 }
 
 // VacantHop returns a hop for an address that is in the PodCIDR of a node but belongs to no running
-// Pod. vacant reports whether addr is such an address. The hop states that nothing answers unless
-// the node itself has the address, for example on its bridge.
+// Pod. vacant reports whether addr is such an address. According to the hop, nothing answers at the
+// address unless the node itself has it, for example on its bridge.
 func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, vacant bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
-	case kubeerr.Forbidden(err): // without this right, the address is treated as one of another machine
+	case kubeerr.Forbidden(err): // the user may not list Nodes: handle the address as one of another machine
 		return hop, false, nil
 	case err != nil:
 		return hop, false, c.Explain("Nodes", err)
@@ -84,7 +84,8 @@ func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop he
 	return hop, false, nil
 }
 
-// GatewayHop checks whether a gateway is active. The hop names the Pod where the overlay ends.
+// GatewayHop checks whether a gateway is active. The overlay ends at that gateway's Pod, which the
+// hop names.
 func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 	hops, _, _, err := clusterHops(ctx, c)
 	if err != nil {
@@ -119,8 +120,8 @@ func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop
 	return hop, nil
 }
 
-// SeenFrom returns the address at which this cluster reaches a Pod of a peer, by the networks
-// on which both clusters agreed.
+// SeenFrom returns the address at which this cluster reaches a Pod of a peer, according to the
+// networks that both clusters use for each other.
 func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, endpoint netip.AddrPort) (netip.AddrPort, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {

@@ -20,12 +20,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// This file has the checks and reads before all writes: the reasons to refuse an installation, and
-// the values of an installation that has not stored any.
+// This file has the checks and reads that precede all writes. The checks find reasons to refuse an
+// installation. The reads determine the values of an installation that has not stored any.
 
-// olderValues reads values from the objects of an installation that has no stored values, because
-// it is old or was made with kubectl. It returns nil if there is no installation. With the defaults
-// instead of these values, the address that peers use might change.
+// olderValues returns the values of an installation that has not stored them, because it is old or
+// was made with kubectl. It reads them from the objects. It returns nil if there is no
+// installation. With the default values instead, the address that peers use might change.
 func olderValues(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
@@ -81,7 +81,7 @@ func onHostNetwork(deployment *unstructured.Unstructured) bool {
 	return on
 }
 
-// consecutivePorts returns the first of the ports of our Service. ok reports whether the ports are
+// consecutivePorts returns the first port of our Service. ok reports whether the ports are
 // consecutive.
 func consecutivePorts(ports []corev1.ServicePort) (first int32, ok bool) {
 	for i, p := range ports {
@@ -96,8 +96,8 @@ func consecutivePorts(ports []corev1.ServicePort) (first int32, ok bool) {
 }
 
 // NotElsewhere returns an error if there is an installation in another namespace. The new
-// ClusterRoleBindings would have the same names, so the other installation would lose its
-// rights. An installation without its ServiceAccount does not count.
+// ClusterRoleBindings would have the same names, so the other installation would lose its rights.
+// An installation whose ServiceAccount was deleted does not count.
 func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	var binding rbacv1.ClusterRoleBinding
 	if err := c.Client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
@@ -120,8 +120,8 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	return nil
 }
 
-// checkConflicts returns an error about an existing object that Run cannot replace, or beside which
-// Isthmus must not run.
+// checkConflicts returns an error about an existing object if Run cannot replace it, or if Isthmus
+// must not run beside it.
 func checkConflicts(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {
@@ -187,8 +187,8 @@ func checkConflicts(ctx context.Context, c *cluster.Cluster, objects []*unstruct
 	return nil
 }
 
-// agentsFirst waits until each node has the new agent, before gateways leave the networks of
-// their nodes. Older agents forward no packet to a gateway's Pod.
+// agentsFirst delays the change that moves the gateways from the host network into Pods, until each
+// node has the new agent. Older agents forward no packet to a gateway's Pod.
 func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o Options) error {
 	if object.GetKind() != "Deployment" || object.GetName() != deploy.GatewayServiceAccount || o.Wait == 0 || onHostNetwork(object) {
 		return nil
@@ -201,7 +201,7 @@ func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.U
 	return waitRolledOut(ctx, c, agents, o, "the gateways stay on the host network until each node has the new route agent (--timeout 0 does not wait)")
 }
 
-// keepLiqo returns an error if the cluster has Liqo and the values would replace Liqo's
+// keepLiqo returns an error if the cluster has Liqo, and the chart would replace Liqo's
 // definitions.
 func keepLiqo(c *cluster.Cluster, chosen chart.Values) error {
 	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {

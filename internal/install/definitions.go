@@ -18,15 +18,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// annotationHurried has the time at which Hurry last changed a definition that is being
-// deleted.
+// annotationHurried has the time at which Hurry last changed a definition. Such a definition is
+// being deleted.
 const annotationHurried = "isthmus.net/hurried"
 
 // hurryAfter is how long Hurry waits for the API server before it changes a definition.
 const hurryAfter = 3 * time.Second
 
 // Hurry changes a definition whose deletion takes long, so that the API server's controller
-// continues the deletion. The controller pauses after a conflict with another writer. It continues
+// continues the deletion. The controller stops after a conflict with another writer. It continues
 // at the next change of the definition, or after five minutes (apiextensions-apiserver,
 // pkg/controller/finalizer; seen in Kubernetes 1.31.0).
 func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstructured) error {
@@ -40,10 +40,11 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 	return c.Explain("change "+cluster.Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
 }
 
-// untilNoneTerminates waits until no definition in objects is being deleted. Applying a definition
-// would not stop its deletion, nor the deletion of all objects of its kind. If installs is set, the
-// caller starts the components later. Then untilNoneTerminates does not wait for definitions that
-// only the components can release, and returns them as held.
+// untilNoneTerminates waits until no definition in objects is being deleted. To apply such a
+// definition would not stop its deletion, nor the deletion of all objects of its kind. Only the
+// components can complete the deletion if their finalizers delay it. If installs is set, the caller
+// starts the components later, so untilNoneTerminates returns such definitions as held instead of
+// waiting.
 func untilNoneTerminates(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {
 		if o.GetKind() != DefinitionKind.Kind {
@@ -70,11 +71,11 @@ func untilNoneTerminates(ctx context.Context, c *cluster.Cluster, objects []*uns
 	return held, nil
 }
 
-// finalizers are the finalizers that our components remove from objects that are being deleted.
+// finalizers are the finalizers that our components remove when an object is being deleted.
 var finalizers = []string{isthmus.FinalizerPeering, v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator, v1alpha1.FinalizerGateway}
 
-// heldByUs reports whether a definition is being deleted, only finalizers of our components
-// prevent it, and no manager is active.
+// heldByUs reports whether a definition is being deleted, only finalizers of our components delay
+// the deletion, and no manager is active.
 func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.Unstructured) (bool, error) {
 	if definition == nil || definition.GetDeletionTimestamp() == nil {
 		return false, nil
@@ -89,7 +90,7 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 		objects.SetGroupVersionKind(kind)
 		err := c.Client.List(ctx, &objects)
 		if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-			continue // the object was deleted in the meantime
+			continue // the API server no longer serves this kind
 		}
 		if err != nil {
 			return false, c.Explain("objects of "+cluster.Describe(definition), err)
@@ -105,8 +106,8 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 	return some, nil
 }
 
-// defineAgain applies each held definition once the components have released it. It handles all
-// definitions concurrently, because a starting manager needs all of them.
+// defineAgain applies each held definition again once the components have removed their finalizers.
+// It handles all definitions concurrently, because a starting manager needs all of them.
 func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.Unstructured, o Options) error {
 	var group sync.WaitGroup
 	var reporting sync.Mutex
@@ -132,8 +133,8 @@ func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.U
 	return errors.Join(errs...)
 }
 
-// waitTerminated waits until a definition is no longer being deleted, at most for patience. After
-// that it returns an error, in which state describes the installation.
+// waitTerminated waits until a definition is no longer being deleted, but at most for patience.
+// Then it returns an error, which includes state, a description of the installation.
 func waitTerminated(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration, state string) error {
 	if _, err := untilDeleted(ctx, c, name, patience); err != nil {
 		return err
@@ -149,8 +150,8 @@ func waitTerminated(ctx context.Context, c *cluster.Cluster, name string, patien
 // deletionTimeout is the time that the deletion of a definition may take.
 const deletionTimeout = time.Minute
 
-// untilDeleted waits until a definition is no longer being deleted. deleted is true if it does not
-// exist.
+// untilDeleted waits until a definition is no longer being deleted, but at most for patience.
+// deleted is true if it does not exist.
 func untilDeleted(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration) (deleted bool, err error) {
 	for deadline := time.Now().Add(patience); ; {
 		have, err := c.Get(ctx, DefinitionKind, "", name)

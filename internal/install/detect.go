@@ -23,8 +23,8 @@ import (
 )
 
 // detect finds the values that the chart needs and nobody has set, and reports their sources. It
-// returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that contains no
-// node and no Pod. Run stores only the PodCIDR of the results.
+// returns an error for a cluster without IPv4 pods. It also returns an error if o.Values set a
+// PodCIDR that contains no node and no Pod. Run stores only the PodCIDR of the results.
 func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {
@@ -75,7 +75,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		}
 		usually, _ := chart.Get(usual, "gateway", "replicas").(float64)
 		switch {
-		case float64(have) >= usually: // keep the number of replicas, because the second node may only be down
+		case float64(have) >= usually: // keep the number of replicas, because the second node may be down only for now
 			chart.Set(found, float64(have), "gateway", "replicas")
 		case schedulable(nodes.Items) == 1:
 			o.Report(fmt.Sprintf("%s: one gateway, because only one node is schedulable, and each gateway needs its own node", c))
@@ -138,9 +138,9 @@ func anyIPv6(nodes []corev1.Node) bool {
 	})
 }
 
-// nothingIn returns a warning if podCIDR overlaps no podCIDR of a node and contains no Pod's
-// address. It returns "" otherwise, and if no node has a podCIDR. The podCIDRs of nodes alone
-// prove nothing, because a CNI that allocates addresses by itself does not use them.
+// nothingIn returns a warning if podCIDR overlaps no node's podCIDR and contains no Pod's address.
+// Otherwise it returns "", also if no node has a podCIDR. The podCIDRs of nodes alone prove
+// nothing, because a CNI that allocates addresses by itself does not use them.
 func nothingIn(podCIDR string, nodeCIDRs []netip.Prefix, pods []address) string {
 	p, err := netip.ParsePrefix(podCIDR)
 	if err != nil || len(nodeCIDRs) == 0 || slices.ContainsFunc(nodeCIDRs, p.Overlaps) ||
@@ -162,10 +162,10 @@ func schedulable(nodes []corev1.Node) (n int) {
 	return n
 }
 
-// serviceNetwork reports the network of the Services and the address of the cluster's DNS. The
-// manager itself reads a ServiceCIDR. If the API server does not serve that kind (before
-// Kubernetes 1.33), serviceNetwork returns the network from another source, or an error if no
-// source has it.
+// serviceNetwork reports the network of the Services and the address of the cluster's DNS. If there
+// is a ServiceCIDR, it returns "", because the manager itself reads a ServiceCIDR. If the API
+// server does not serve that kind (before Kubernetes 1.33), it returns the network from another
+// source, or an error if no source has it.
 func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
 	if configured, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); configured != "" {
 		return "", nil
@@ -223,7 +223,7 @@ func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.N
 }
 
 // componentFlag returns the value of a flag of a control plane component that runs in Pods. It
-// is empty if no such Pod can be seen.
+// returns "" if the API server has no such Pod, or if the user may not read it.
 func componentFlag(ctx context.Context, c *cluster.Cluster, component, name string) (string, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})

@@ -32,12 +32,12 @@ import (
 
 // Options are the choices of an installation.
 type Options struct {
-	// Identity is the wanted identity of the cluster. An empty ClusterID means the existing ID,
-	// or the UID of the namespace kube-system. An empty ClusterName means the existing name.
+	// Identity is the desired identity of the cluster. An empty ClusterID means the existing ID, or
+	// the UID of the namespace kube-system. An empty ClusterName means the existing name.
 	Identity v1alpha1.ClusterIdentity
-	// Values are the chart values that a person chose. The cluster stores them, so that they need
-	// not be repeated. If the workloads are off, the gateway's Service is created only if Values
-	// request it.
+	// Values are the chart values that a person chose. The cluster stores them, so that a later run
+	// uses them again. Without workloads, Run creates the gateway's Service only if Values request
+	// it.
 	Values chart.Values
 	// Forget ignores the stored values and replaces them.
 	Forget bool
@@ -45,13 +45,12 @@ type Options struct {
 	Force bool
 	// Version is the tag of the image, unless Values contain a tag.
 	Version string
-	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or removes it. If it is
-	// nil, the Corefile does not change.
+	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS if it is true, and removes
+	// the zone if it is false. If it is nil, the Corefile does not change.
 	ConfigureDNS *bool
 	// Wait is how long to wait until the components run. With 0, the command does not wait.
 	Wait time.Duration
-	// Report is called with a line for each object, each detected value and each step of the
-	// wait.
+	// Report is called with a line for each object, each detected value and each reason to wait.
 	Report func(line string)
 }
 
@@ -61,8 +60,8 @@ const (
 	keyValues = "values.yaml"
 )
 
-// annotationSchema is an annotation of custom resource definitions. Its number grows with each
-// change of the definition.
+// annotationSchema is an annotation of custom resource definitions. Its value is a number that
+// grows with each change of the definition.
 const annotationSchema = "isthmus.net/schema"
 
 // Run renders the chart of Isthmus and applies it: the custom resource definitions, the
@@ -107,7 +106,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		if found, err = detect(ctx, c, chosen, o); err != nil {
 			return err
 		}
-		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // remember the PodCIDR, because peers use it from now on
+		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // store the PodCIDR, because peers use it from now on
 			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
 		}
 	case withWorkloads(o.Values): // an earlier installation had no workloads
@@ -183,13 +182,13 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 			return err
 		}
 	}
-	return prune(ctx, c, o, chosen, found, objects) // after everything else, when no component uses these objects any more
+	return prune(ctx, c, o, chosen, found, objects) // prune comes last, when no component uses these objects any more
 }
 
-// prune deletes objects of an earlier installation that belong to optional parts which are now off.
-// It keeps objects that another client created under the same name, such as a NetworkPolicy applied
-// by hand. If the person has no right to read some objects, it skips these without an error,
-// because most clusters have none of them.
+// prune deletes objects of optional features that an earlier installation had on, and that are off
+// now. It keeps objects that another client created under the same name, such as a NetworkPolicy
+// applied by hand. If the user may not read some of the objects, prune skips these without an
+// error, because they rarely exist.
 func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
 	with, err := WithEveryPart(c, func(on chart.Values) chart.Options {
 		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)
@@ -220,14 +219,15 @@ func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found cha
 	return nil
 }
 
-// appliedByUs reports whether Apply has written an object, perhaps besides other clients.
+// appliedByUs reports whether Apply has written an object. Other clients may have written it as
+// well.
 func appliedByUs(u *unstructured.Unstructured) bool {
 	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
 		return f.Manager == cluster.FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
 	})
 }
 
-// WithEveryPart renders the chart with all optional parts on. It renders twice, because the
+// WithEveryPart renders the chart with all optional features on. It renders twice, because the
 // NetworkPolicies depend on whether the IPAM has a port.
 func WithEveryPart(c *cluster.Cluster, options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
 	enabled := chart.Values{"enabled": true}
@@ -259,7 +259,7 @@ func (o Options) Manifests(namespace string) (string, error) {
 }
 
 // chart returns the input of the renderer. Chosen values take precedence over found values, and
-// found values over defaults. createConfigMap means that Isthmus creates the ConfigMap with the
+// found values over defaults. If createConfigMap is set, the chart has the ConfigMap with the
 // identity.
 func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, createConfigMap bool, chosen, found chart.Values) chart.Options {
 	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": createConfigMap}}
@@ -278,7 +278,7 @@ func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, createCon
 
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
-// valuesBefore returns the values of earlier installations that stay in force. known reports
+// valuesBefore returns the values of earlier installations, which still apply. known reports
 // whether the cluster has stored any.
 func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before chart.Values, known bool, err error) {
 	if o.Forget {
@@ -359,9 +359,9 @@ func HelmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	return "", nil
 }
 
-// applyManifest applies an object of the chart. It keeps a custom resource definition of a
-// newer release, because an older definition would remove the fields that it does not know from
-// every object.
+// applyManifest applies an object of the chart. It keeps a custom resource definition of a newer
+// release. An older definition would lack some fields, and the API server would remove these fields
+// from every object.
 func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (cluster.Outcome, error) {
 	if u.GetKind() != "CustomResourceDefinition" {
 		return c.Apply(ctx, u)
@@ -382,8 +382,8 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 }
 
 // chooseIdentity returns the identity of the cluster: have or, if have is nil, want. If want has no
-// ID, the ID is the UID of kube-system (uid). An error means that want differs from have, or is not
-// valid.
+// ID, the ID is uid, the UID of kube-system. It returns an error if want differs from have or is
+// not valid.
 func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
@@ -399,9 +399,9 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	return want, cluster.CheckIdentity(want)
 }
 
-// waitEstablished waits until the API server serves the custom resources, which the next steps
-// need. The condition Established is not sufficient: the API server sets it before it serves the
-// kind, under load by seconds.
+// waitEstablished waits until the API server serves the custom resources, because the next steps
+// need them. The condition Established is not sufficient: under load, the API server sets it
+// seconds before it serves the kind.
 func waitEstablished(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -428,8 +428,8 @@ func waitEstablished(ctx context.Context, c *cluster.Cluster, manifests []*unstr
 	return nil
 }
 
-// servesKind reports whether the API server serves the kind of a custom resource definition. It
-// returns true also if the API server answers "forbidden".
+// servesKind reports whether the API server serves the kind of a custom resource definition. An
+// answer "forbidden" also proves that it does.
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
 	for _, kind := range servedKinds(crd) {
 		var list unstructured.UnstructuredList
@@ -441,7 +441,7 @@ func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	return true
 }
 
-// servedKinds returns the list kinds of all versions that a custom resource definition serves.
+// servedKinds returns the kinds of lists in all served versions of a custom resource definition.
 func servedKinds(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
@@ -467,9 +467,9 @@ func isEstablished(crd *unstructured.Unstructured) bool {
 // DefinitionKind is the kind of custom resource definitions.
 var DefinitionKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
 
-// MadeByUs reports whether a namespace belongs to Isthmus: it has our label, or it is nil and
-// we will create it. Only such a namespace gets our label, and only such a namespace is
-// deleted.
+// MadeByUs reports whether a namespace belongs to Isthmus, because it has our label, or because it
+// is nil and we will create it. Only such a namespace gets our label, and `isthmus uninstall`
+// deletes only such a namespace.
 func MadeByUs(namespace *unstructured.Unstructured) bool {
 	return namespace == nil || namespace.GetLabels()[cluster.LabelName] == cluster.ManagedBy
 }

@@ -52,7 +52,7 @@ func ServiceDefinitions() (all []*unstructured.Unstructured, err error) {
 // WithServices reports whether services by name are on.
 func WithServices(chosen chart.Values) bool { return chart.Get(chosen, "services", "enabled") == true }
 
-// A servicesPlan has the changes for services by name that are not part of the chart.
+// A servicesPlan has those changes for services by name that are not in the chart.
 type servicesPlan struct {
 	definitions []*unstructured.Unstructured // all definitions
 	apply       []*unstructured.Unstructured // definitions to apply
@@ -123,7 +123,8 @@ func (p *servicesPlan) applied() []*unstructured.Unstructured {
 	return slices.Clone(p.apply)
 }
 
-// lacksVersion returns a version that is missing in a definition, or "" if none is missing.
+// lacksVersion returns a version from mcsVersions that a definition does not serve, or "" if it
+// serves all.
 func lacksVersion(crd *unstructured.Unstructured) string {
 	if crd == nil {
 		return ""
@@ -166,8 +167,9 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 	return waitEstablished(ctx, c, p.definitions)
 }
 
-// nameServices makes CoreDNS answer for imported services. The definitions and the rights must
-// exist before that. Without them, a CoreDNS with the zone answers for no Service at all.
+// nameServices makes CoreDNS answer for imported services. The definitions must exist before that,
+// and nameServices creates the rights before it changes the Corefile. Without either, a CoreDNS
+// with the zone answers for no Service at all.
 func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
@@ -196,8 +198,8 @@ func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, repo
 	return nil
 }
 
-// UnnameServices reverts defineServices and nameServices: first the Corefile, then the rights, then
-// the definitions. It keeps and reports everything that CoreDNS or other clients still need.
+// UnnameServices reverts nameServices and defineServices: first the Corefile, then the rights, then
+// the definitions. It keeps and reports objects that CoreDNS or other clients still need.
 func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions bool, report func(string)) error {
 	definitions, err := ServiceDefinitions()
 	if err != nil {
@@ -211,7 +213,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	for _, u := range append(rights, definitions...) {
 		have, err := c.Get(ctx, u.GroupVersionKind(), "", u.GetName())
 		switch {
-		case kubeerr.Forbidden(err): // a person who may not read the object has not created it either
+		case kubeerr.Forbidden(err): // if a person may not read the object, they have not created it either
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
@@ -236,7 +238,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS does not answer for any Service"
 		}
 	}
-	if len(ours) > 0 && !keepDefinitions { // if Isthmus applied no objects, services were never on
+	if len(ours) > 0 && !keepDefinitions { // if Isthmus applied no object, services by name were never on
 		if err := removeImports(ctx, c, report); err != nil {
 			return err
 		}
@@ -276,9 +278,9 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	return nil
 }
 
-// removeImports deletes the objects that the manager created for imported services. The
-// ServiceImport owns them, but the garbage collector does not find owners whose definition was
-// deleted.
+// removeImports deletes the ServiceImports that the manager created, and their Services and
+// EndpointSlices. The garbage collector would not delete these, because it cannot find an owner
+// whose definition was deleted.
 func removeImports(ctx context.Context, c *cluster.Cluster, report func(string)) error {
 	for _, kind := range []schema.GroupVersionKind{
 		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},

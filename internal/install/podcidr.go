@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A podSource is a place from which the network of all pods may be read. A source without the
-// network is not an error.
+// A podSource is an object or a flag from which the network of all pods may be read. A source
+// without the network is not an error.
 type podSource struct {
 	what string
 	// own means that the CNI allocates Pod addresses itself, regardless of the Node's podCIDR.
@@ -29,8 +29,8 @@ type podSource struct {
 	read func(context.Context, *cluster.Cluster) (networks string, err error)
 }
 
-// podSources begins with the CNIs, because a CNI may use another network than the one with
-// which the cluster was created.
+// podSources begins with the CNIs, because a CNI may use another network than the cluster was
+// created with.
 var podSources = []podSource{
 	{"IPPools of Calico", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		var pools unstructured.UnstructuredList
@@ -94,9 +94,9 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	return strings.Join(all, ",")
 }
 
-// k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes. If the flag is
-// not set, it returns fallback, the default of both distributions. It returns "" if the nodes are
-// of neither distribution.
+// k3s returns the value of a flag that k3s or RKE2 records in the Nodes of its servers. If the flag
+// is not set, it returns fallback, the default of both distributions. If no node belongs to k3s or
+// RKE2, it returns "".
 func k3s(nodes []corev1.Node, flag, fallback string) string {
 	found := false
 	for i := range nodes {
@@ -124,15 +124,16 @@ func k3s(nodes []corev1.Node, flag, fallback string) string {
 	return ""
 }
 
-// podCIDR tries one source after the other. It accepts a network only if it contains the
-// addresses of all running Pods and, unless the CNI ignores them, the podCIDRs of all Nodes.
+// podCIDR tries one source after the other. It accepts a network only if the network contains the
+// addresses of all running Pods. The network must also contain the podCIDRs of all Nodes, unless
+// the CNI ignores them.
 func podCIDR(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	return podCIDRFrom(ctx, c, podSources, nodes, pods)
 }
 
 func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
-	var several []netip.Prefix // networks of the CNI, all of which the result must contain
+	var several []netip.Prefix // networks of a CNI, if it has more than one; the result must contain all of them
 	nodeCIDRs := nodeNetworks(nodes)
 	for _, source := range sources {
 		text, err := source.read(ctx, c)
@@ -142,7 +143,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ipv4Networks(text)
 		p, ok := enclosing(all)
 		if !ok {
-			if source.own && len(all) > 0 { // the Pods may use only some of the pools now, and all of them later
+			if source.own && len(all) > 0 { // now the Pods may use only some of these networks, but later all
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}
@@ -191,8 +192,8 @@ func ipv4Networks(text string) (all []netip.Prefix) {
 	return all
 }
 
-// enclosing returns the network that contains all the other given networks. It returns false if
-// none does.
+// enclosing returns the network that contains all other networks in the list. It returns false if
+// there is none.
 func enclosing(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
@@ -207,7 +208,7 @@ func holds(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }
 
-// cover returns the smallest network that contains all networks, but a /16 if that is larger.
+// cover returns the smallest network that contains all given networks and is at least a /16.
 func cover(all []netip.Prefix) netip.Prefix {
 	for bits := 16; ; bits-- {
 		p := netip.PrefixFrom(all[0].Addr(), bits).Masked()
@@ -217,7 +218,8 @@ func cover(all []netip.Prefix) netip.Prefix {
 	}
 }
 
-// configMap returns the value of one key of a ConfigMap, or "" if it does not exist.
+// configMap returns the value of one key of a ConfigMap, or "" if the ConfigMap or the key does not
+// exist.
 func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)

@@ -18,7 +18,8 @@ import (
 )
 
 // waitRolledOut waits until the applied components run. It reports the reason for waiting whenever
-// the reason changes. state describes the installation in the error when time has run out.
+// the reason changes. When the time has run out, it returns an error that includes state, a
+// description of the installation.
 func waitRolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o Options, state string) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
 	defer cancel()
@@ -61,9 +62,9 @@ func waitRolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructu
 	return nil
 }
 
-// waitsFor returns the reason why a Deployment or DaemonSet does not run completely. It returns ""
-// if all of it runs, or if u has another kind. One Pod of a Deployment is sufficient, so Pods for
-// which no node has room cause only a warning.
+// waitsFor returns the reason why not all Pods of a Deployment or DaemonSet are ready. It returns
+// "" if they are, or if u has another kind. If only Pods for which no node has room are missing in
+// a Deployment, and one Pod is ready, it returns a warning instead of a reason.
 func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32
@@ -79,7 +80,7 @@ func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructu
 		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
 		for _, condition := range d.Status.Conditions {
 			if condition.Type == appsv1.DeploymentReplicaFailure && condition.Status == corev1.ConditionTrue {
-				why = safetext.Of(condition.Message) // for example a quota, or an admission policy that rejects Pods
+				why = safetext.Of(condition.Message) // for example because of a quota, or of an admission policy that rejects Pods
 			}
 		}
 	case "DaemonSet":
@@ -106,13 +107,13 @@ func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructu
 	return text, "", nil
 }
 
-// whyNot returns the problem of the first Pod that is not ready, and the number of Pods for
-// which the scheduler finds no node. The number is 0 while a Pod is being deleted, because that
-// makes room.
+// whyNot returns the problem of the first Pod that is not ready. It also returns the number of Pods
+// for which the scheduler finds no node. While a Pod is being deleted, this number is 0, because a
+// node will have room.
 func whyNot(ctx context.Context, c *cluster.Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
-		return "", 0 // only the explanation is missing then
+		return "", 0 // an error is ignored, because only the explanation is missing then
 	}
 	leaving := false
 	for i := range pods.Items {

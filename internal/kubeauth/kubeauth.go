@@ -4,8 +4,8 @@
 //
 //	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
 //
-// If the API server does not answer, the request is refused. A decision is cached for a minute, so
-// a revoked token may work for that time.
+// While the API server does not answer, requests are refused. A decision is cached for a minute, so
+// a revoked token may still work during that minute.
 package kubeauth
 
 import (
@@ -29,25 +29,24 @@ import (
 )
 
 const (
-	remembered = time.Minute // how long a decision of the API server is valid
-	// maxAllowed and maxDenied are the maximum numbers of remembered decisions. They are
-	// separate, so that a flood of wrong tokens does not displace the clients that were
-	// allowed.
+	remembered = time.Minute // how long a Reviewer remembers a decision of the API server
+	// maxAllowed and maxDenied are the maximum numbers of remembered decisions. They are separate,
+	// so that the denials of a flood of wrong tokens do not displace permissions.
 	maxAllowed = 256
 	maxDenied  = 1024
-	// perSecond and burst limit the requests to the API server about tokens that were not
-	// allowed before. So a flood of wrong tokens does not become a flood of reviews.
+	// perSecond and burst limit the requests to the API server about tokens that were not allowed
+	// before. So a flood of wrong tokens does not become a flood of these requests.
 	perSecond = 5
 	burst     = 20
 	// patience is the time within which the API server must answer both reviews.
 	patience = 5 * time.Second
-	// logInterval is the minimum interval between log messages that the API server does not
-	// answer.
+	// logInterval is the minimum interval between two log messages about an API server that does
+	// not answer.
 	logInterval = 30 * time.Second
 )
 
-// A Reviewer authorizes requests by asking the API server. Its methods may be called
-// concurrently.
+// A Reviewer authorizes requests by TokenReviews and SubjectAccessReviews at the API server. Its
+// methods may be called concurrently.
 type Reviewer struct {
 	tokens authenticationclient.TokenReviewInterface
 	access authorizationclient.SubjectAccessReviewInterface
@@ -118,7 +117,8 @@ func (r *Reviewer) Guard(h http.Handler) http.Handler {
 	})
 }
 
-// decide returns a remembered decision, waits for a review in progress, or asks the API server.
+// decide returns a remembered decision, waits for a review in progress, or requests a review from
+// the API server.
 func (r *Reviewer) decide(req *http.Request) decision {
 	scheme, token, _ := strings.Cut(req.Header.Get("Authorization"), " ")
 	if token = strings.TrimSpace(token); !strings.EqualFold(scheme, "Bearer") || token == "" {
@@ -147,7 +147,8 @@ func (r *Reviewer) decide(req *http.Request) decision {
 			return decision{code: http.StatusServiceUnavailable, why: "the client ended the request before the API server answered"}
 		}
 	}
-	// A token that was allowed before is exempt, so that a flood does not lock its client out.
+	// A token that was allowed before is exempt, so that its client still has access during a
+	// flood.
 	if !known && !r.limit.AllowN(now, 1) {
 		r.mu.Unlock()
 		return decision{code: http.StatusTooManyRequests, why: "too many unknown tokens; try again"}
@@ -156,7 +157,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	r.pending[k] = q
 	r.mu.Unlock()
 
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // not canceled with this request, because other requests may wait for the decision
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // other requests may wait for the decision, so the end of this request does not cancel the review
 	defer cancel()
 	q.decision = r.review(ctx, token, verb, path)
 	r.mu.Lock()
@@ -168,7 +169,8 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	return q.decision
 }
 
-// remember stores a decision of the API server. It does not store a failure to get one.
+// remember stores a decision of the API server. It does not store that the API server was
+// unavailable.
 func (r *Reviewer) remember(k key, v decision) {
 	switch v.code {
 	case http.StatusOK:
@@ -196,7 +198,8 @@ func keep(decisions map[key]decision, k key, v decision, limit int) {
 	decisions[k] = v
 }
 
-// review asks the API server who the token's user is, and whether that user may get the path.
+// review requests two decisions from the API server: to which user the token belongs, and whether
+// that user may get the path.
 func (r *Reviewer) review(ctx context.Context, token, verb, path string) decision {
 	who, err := r.tokens.Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: token}}, metav1.CreateOptions{})
 	if err != nil {

@@ -1,5 +1,5 @@
 // Package kubeerr describes failed requests to an API server in words for people. The errors of
-// client libraries also contain the request and the socket, which only logs need.
+// client libraries also contain details of the request and the socket, which belong only in logs.
 package kubeerr
 
 import (
@@ -45,9 +45,9 @@ type plain struct {
 func (p *plain) Error() string { return p.text }
 func (p *plain) Unwrap() error { return p.err }
 
-// unanswered returns the errors in the tree of err that represent a request or watch without a
-// response. If an error has a prefix of controller-runtime, such as "failed to get server groups",
-// the result includes the prefix. None of our own errors has such a prefix.
+// unanswered returns those errors in the tree of err that represent a request or watch without a
+// response. If controller-runtime added a prefix to such an error, such as "failed to get server
+// groups", the result includes the prefix. None of our own errors has such a prefix.
 func unanswered(err error) []error {
 	switch e := err.(type) { //nolint:errorlint // it walks the tree itself
 	case *url.Error:
@@ -71,9 +71,9 @@ func unanswered(err error) []error {
 	return nil
 }
 
-// Cause describes the failure of a server to answer, such as "does not answer in time". The same
-// cause always has the same text, without local port numbers and without times. It returns false if
-// err is a response, or not of a known kind.
+// Cause returns the reason why a server did not answer, such as "does not answer in time". The same
+// reason always has the same text, without local port numbers and times. Cause returns false if err
+// is a response, or if it cannot determine the reason.
 func Cause(err error) (string, bool) {
 	var (
 		name    *net.DNSError
@@ -90,7 +90,7 @@ func Cause(err error) (string, bool) {
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // replace the library's text, which contains the time
 		return fmt.Sprintf("has a certificate that is valid only from %s to %s",
 			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339)), true
-	case errors.As(err, &network) && errors.As(err, &number): // without a network error, the number may come from a file operation
+	case errors.As(err, &network) && errors.As(err, &number): // a number without a network error may come from a file operation
 		return "does not answer: " + number.Error(), true
 	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
 		return "does not answer in time", true
@@ -104,9 +104,8 @@ func Cause(err error) (string, bool) {
 	return "", false
 }
 
-// clientWatchDecoding marks a Status that client-go itself creates, with code 500, when the
-// stream of a watch breaks (newStreamWatcher in rest/request.go). Such a Status is no response
-// of the server.
+// clientWatchDecoding marks a Status with code 500 that client-go itself creates when the stream of
+// a watch breaks (newStreamWatcher in rest/request.go). Such a Status is no response of the server.
 const clientWatchDecoding metav1.CauseType = "ClientWatchDecoding"
 
 // brokenWatch returns the reason why the stream of a watch broke.

@@ -5,8 +5,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 )
 
-// IgnoreUnknown returns nil if err means that an object does not exist, that we have no right to
-// read it, or that the API server does not serve its kind. Otherwise it returns err.
+// IgnoreUnknown returns err, or nil if err has one of three meanings: the object does not exist, we
+// have no right to read it, or the API server does not serve its kind.
 func IgnoreUnknown(err error) error {
 	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
 		return nil

@@ -11,14 +11,14 @@ import (
 	"time"
 )
 
-// A hierarchy is a mounted hierarchy of control groups.
+// A hierarchy is a mounted cgroup hierarchy.
 type hierarchy struct {
-	own         string // directory of this process's group
+	own         string // directory of this process's group, or in cgroup v2 the mount point
 	controllers string // in the syntax of mount(8); "-" in cgroup v2
 }
 
-// hierarchies returns the hierarchies in which a node needs a group: all of cgroup v1, or the one
-// of v2.
+// hierarchies returns the hierarchies in which a node needs a group: all of cgroup v1, or the only
+// one of cgroup v2.
 func hierarchies() ([]hierarchy, error) {
 	groups, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
@@ -49,8 +49,8 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 		root, mount := place[3], place[4]
 		switch kind[0] {
 		case "cgroup2":
-			// Nodes get groups below the mount point: a group that contains processes, such as our own,
-			// cannot delegate controllers, unless it is the root.
+			// Put the nodes' groups directly below the mount point. A group other than the root
+			// cannot delegate controllers if it contains processes, and our own group does.
 			v2 = append(v2, hierarchy{mount, "-"})
 		case "cgroup":
 			options := strings.Split(kind[2], ",")
@@ -78,7 +78,8 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 // groupPrefix is the prefix of the names of all nodes' control groups: isthmus.LAB.NODE.
 const groupPrefix = "isthmus."
 
-// makeGroups creates a group in each hierarchy. It returns them in the form that node.sh expects.
+// makeGroups creates a group in each hierarchy. It returns the groups in the format that node.sh
+// expects.
 func makeGroups(name string) (joined []string, err error) {
 	all, err := hierarchies()
 	if err != nil {
@@ -89,7 +90,7 @@ func makeGroups(name string) (joined []string, err error) {
 		if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 			return nil, err
 		}
-		if slices.Contains(strings.Split(h.controllers, ","), "cpuset") { // a new group has an empty cpuset and accepts no process
+		if slices.Contains(strings.Split(h.controllers, ","), "cpuset") { // a new group accepts no process, because its cpuset is empty: copy that of its parent
 			for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 				value, err := os.ReadFile(filepath.Join(h.own, file))
 				if err == nil {
@@ -105,8 +106,8 @@ func makeGroups(name string) (joined []string, err error) {
 	return joined, nil
 }
 
-// removeGroups removes the groups with the given name and all groups below. Their processes must
-// have been killed.
+// removeGroups removes the groups with the given name and all groups below. The caller must have
+// killed their processes.
 func removeGroups(name string) error {
 	all, err := hierarchies()
 	if err != nil {
@@ -115,7 +116,7 @@ func removeGroups(name string) error {
 	var errs []error
 	for _, h := range all {
 		dir := filepath.Join(h.own, name)
-		// A killed process leaves its group with a short delay.
+		// A killed process stays in its group for a short time.
 		for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			err := removeGroup(dir)
 			if err == nil || time.Now().After(deadline) {

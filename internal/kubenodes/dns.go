@@ -44,8 +44,8 @@ func CoreDNS(ctx context.Context, dir string) (archive string, err error) {
 	return archive, writeImage(archive, dnsImage, "", program)
 }
 
-// startDNS deploys CoreDNS in the way kubeadm does, and waits until it answers. There is no
-// upstream server.
+// startDNS deploys CoreDNS as kubeadm does, and waits until it answers. CoreDNS has no upstream
+// server.
 func (c *Cluster) startDNS(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -67,7 +67,8 @@ func (c *Cluster) startDNS(ctx context.Context) error {
 	return nil
 }
 
-// dnsManifests are kubeadm's manifests. The Corefile lacks forward and loop, and reloads faster.
+// dnsManifests are kubeadm's manifests. In the Corefile, the plugins forward and loop are missing,
+// and reload has a shorter interval.
 const dnsManifests = `
 apiVersion: v1
 kind: ServiceAccount

@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/image"
 )
 
-// writeImage writes the archive of an image that contains only one static program as its entry
-// point. user is UID:GID, or empty for root.
+// writeImage writes the archive of an image whose only file is a static program, its entry point.
+// user is UID:GID, or empty for root.
 func writeImage(path, reference, user, program string) error {
 	binary, err := os.ReadFile(program)
 	if err != nil {

@@ -35,12 +35,13 @@ func ImageOf(program, archive string) (path string, err error) {
 	return ImageAs(program, Image, archive)
 }
 
-// ImageAs is ImageOf with a different image name. The program's file must be called isthmus.
+// ImageAs is ImageOf with a different image name. The file of the program must be called isthmus.
 func ImageAs(program, name, archive string) (path string, err error) {
 	return archive, writeImage(archive, name, "65532:65532", program)
 }
 
-// Install runs `isthmus install` for all clusters and waits until all Pods are ready.
+// Install runs `isthmus install` with additional arguments for all clusters, and waits until all
+// Pods are ready.
 func (s *Set) Install(ctx context.Context, program string, more ...string) error {
 	return s.Each(func(c *Cluster) error {
 		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--image", Image,
@@ -73,8 +74,8 @@ func (c *Cluster) Apply(ctx context.Context, yaml string) error {
 	}
 }
 
-// WaitRolledOut waits until all Pods of the installation's Deployments and DaemonSets have the
-// newest template and are ready.
+// WaitRolledOut waits until the rollouts of the installation's Deployments and DaemonSets are
+// complete: all Pods have the newest template and are ready.
 func (c *Cluster) WaitRolledOut(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -115,7 +116,8 @@ func (c *Cluster) rolledOut(ctx context.Context) error {
 	return nil
 }
 
-// Peer runs `isthmus peer` for two clusters and waits until both report that they are ready.
+// Peer runs `isthmus peer` with additional arguments for two clusters, and waits until both report
+// that they are ready.
 func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...string) error {
 	args := append([]string{"peer", "--context", a.Name, "--remote-context", b.Name}, more...)
 	if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
@@ -124,7 +126,7 @@ func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...s
 	return errors.Join(a.WaitReady(ctx, b), b.WaitReady(ctx, a))
 }
 
-// WaitReady waits until c's Peering with the cluster peer is Ready.
+// WaitReady waits until the Peering of c with another cluster is Ready.
 func (c *Cluster) WaitReady(ctx context.Context, peer *Cluster) error {
 	if err := c.ControlPlane.WaitReady(ctx, peer, patience); err != nil {
 		return fmt.Errorf("%w\n%s", err, c.Explain())
@@ -132,8 +134,8 @@ func (c *Cluster) WaitReady(ctx context.Context, peer *Cluster) error {
 	return nil
 }
 
-// ActiveGateway returns the Pod of the active gateway. It waits until exactly one is labelled as
-// active.
+// ActiveGateway returns the Pod of the active gateway. It waits until exactly one Pod has the label
+// of an active gateway.
 func (c *Cluster) ActiveGateway(ctx context.Context) (*corev1.Pod, error) {
 	return c.ActivePod(ctx, patience)
 }
@@ -148,8 +150,8 @@ func (c *Cluster) NodeOf(name string) (*Node, error) {
 	return nil, fmt.Errorf("cluster %s has no node %q", c.Name, name)
 }
 
-// Watch makes the sniffer detect packets that are sent in the clear to or from the networks that c
-// has allocated for the peers.
+// Watch makes the sniffer detect packets in the clear, to or from the networks that c has allocated
+// for the peers.
 func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) error {
 	w := lab.Watched{Overlay: c.PodCIDR}
 	for _, p := range peers {
@@ -163,7 +165,7 @@ func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) 
 	return nil
 }
 
-// Follow records events of the installation's Pods and of the gateway's Service. The returned
+// Follow records changes of the installation's Pods and of the gateway's Service. The returned
 // function ends the recording and returns it, with a time on each line.
 func (c *Cluster) Follow(ctx context.Context) (output func() string) {
 	ctx, end := context.WithCancel(ctx)

@@ -1,21 +1,21 @@
 // Package kubenodes creates real Kubernetes clusters on one machine. Each cluster has an etcd, a
-// kube-apiserver, a controller manager and a scheduler. Each node has its own containerd,
-// kubelet, kube-proxy and bridge CNI plugin. The package needs Linux, root, Debian's containerd,
-// runc and containernetworking-plugins (`make deps-nodes`), and the programs of
-// kubetest.BuildNodes.
+// kube-apiserver, a controller manager and a scheduler. Each node has its own containerd, kubelet,
+// kube-proxy and bridge CNI plugin. The package needs Linux, root, Debian's containerd, runc and
+// containernetworking-plugins (`make deps-nodes`), and the programs of kubetest.BuildNodes.
 //
 //	underlay ─┬─ a-control   etcd, kube-apiserver, kube-controller-manager, kube-scheduler
 //	          ├─ a-node1     containerd, kubelet, kube-proxy; cni0 ─ pods
 //	          ├─ a-node2     the same
 //	          └─ the same for b, ...
 //
-// Hosts, links and addresses are those of package lab. So the lab's Sniffer watches the underlay,
-// and the next Up removes a lab whose process was killed. A node has its own network, mount, PID,
-// UTS, IPC and cgroup namespaces, so writes of the kubelet and other node programs do not reach
-// the machine.
+// Package lab creates the hosts, links and addresses. So its Sniffer can watch the underlay, and
+// after a process was killed, the next Up removes the remains of its lab. A node has its own
+// network, mount, PID, UTS, IPC and cgroup namespaces, so the kubelet and other node programs
+// change nothing on the machine.
 //
 // Pods have addresses in their node's part of the PodCIDR. The underlay has no routes to pods, so
-// the node masquerades packets that leave the cluster's PodCIDR, as set by NodeOptions.
+// the node masquerades packets that leave the cluster's PodCIDR. NodeOptions.Masquerade selects the
+// destinations.
 package kubenodes
 
 import (
@@ -42,7 +42,7 @@ import (
 // ProxyMode is the mode in which kube-proxy implements Services.
 type ProxyMode string
 
-// The supported modes. IPVS does not work here.
+// The supported modes. The mode IPVS does not work in these nodes.
 const (
 	IPTables ProxyMode = "iptables"
 	NFTables ProxyMode = "nftables"
@@ -54,8 +54,8 @@ type Masquerade string
 
 // The values of a Masquerade.
 const (
-	MasqueradeAll    Masquerade = "all"    // as kindnet and flannel do, and Calico by natOutgoing
-	MasqueradePublic Masquerade = "public" // for all destinations except 10.0.0.0/8, as ip-masq-agent does
+	MasqueradeAll    Masquerade = "all"    // all destinations, as with kindnet, flannel, and Calico's natOutgoing
+	MasqueradePublic Masquerade = "public" // all destinations except 10.0.0.0/8, as with ip-masq-agent
 )
 
 // NodeOptions are the options of all nodes of a cluster.
@@ -66,20 +66,20 @@ type NodeOptions struct {
 	// HostNetwork runs the gateways of Isthmus in the network of their nodes.
 	HostNetwork bool
 
-	// UpperHalf gives pods addresses in the upper half of their node's part of the PodCIDR. Then
-	// their addresses differ from those in another cluster with the same PodCIDR, if its nodes start
-	// fewer than 126 pods each.
+	// UpperHalf gives pods addresses in the upper half of their node's part of the PodCIDR. A test
+	// can use it if two clusters have the same PodCIDR. Then their pods have different addresses,
+	// as long as the nodes of the other cluster start fewer than 126 pods each.
 	UpperHalf bool
 }
 
 // Options configure Up.
 type Options struct {
-	// Spec's clusters get a control plane and, by default, two nodes. They get none of the lab's
-	// pods.
+	// Spec has the clusters. They get a control plane and, by default, two nodes, but no pods of
+	// package lab.
 	Spec     lab.Spec
 	Nodes    map[string]NodeOptions // by cluster name
 	Kube     string                 // the folder that kubetest.BuildNodes returned
-	Images   []string               // archives to load on every node, besides those of this package
+	Images   []string               // archives to load on every node, in addition to those of this package
 	DNS      string                 // archive returned by CoreDNS; empty: pods resolve no names
 	Progress io.Writer              // a line for each step; nil: none
 }
@@ -142,8 +142,8 @@ func keys(m map[string]string) func(func(string) bool) {
 	}
 }
 
-// Up creates the clusters and returns when all nodes are ready. A failed Up leaves nothing
-// behind. Up also removes the remains of a killed process's clusters.
+// Up creates the clusters and returns when all nodes are ready. A failed Up leaves nothing behind.
+// First, Up removes the remains of clusters whose process was killed.
 func Up(ctx context.Context, o Options) (*Set, error) {
 	if o.Progress == nil {
 		o.Progress = io.Discard

@@ -137,7 +137,8 @@ func (n *Node) Start(ctx context.Context) error {
 	return n.waitReady(ctx, started)
 }
 
-// waitReady waits until the kubelet has reported, since the given time, that the node is ready.
+// waitReady waits until the kubelet reports that the node is ready, in a report that is not older
+// than since.
 func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 	var last error
 	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
@@ -151,7 +152,7 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 			return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
 		}
 		for _, c := range node.Status.Conditions {
-			// Times in the API have a resolution of one second.
+			// The API server stores times in whole seconds.
 			if c.Type == corev1.NodeReady && !c.LastHeartbeatTime.Add(time.Second).Before(since) && isReady(&node) {
 				return true, nil
 			}
@@ -165,8 +166,8 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 	return nil
 }
 
-// Crash ends the node like a power failure. It kills all processes at once and removes the
-// kernel's state, except for the link and the routes to other nodes.
+// Crash ends the node as a power failure does. It kills all processes at once and removes the state
+// in the node's kernel, except for the link and the routes to other nodes.
 func (n *Node) Crash() error {
 	if err := n.kill(); err != nil {
 		return err
@@ -198,8 +199,8 @@ func (n *Node) run(name string, args ...string) error {
 	return nil
 }
 
-// masquerade adds masquerading rules for the whole PodCIDR. The bridge plugin adds rules only for
-// the node's own pods.
+// masquerade adds rules that masquerade packets from all pods of the cluster. Without them, the
+// node masquerades only packets of its own pods, by rules of the bridge plugin.
 func (n *Node) masquerade() error {
 	pods := n.cluster.PodCIDR.String()
 	if n.cluster.options.Masquerade == MasqueradePublic {
@@ -210,7 +211,7 @@ func (n *Node) masquerade() error {
 	return n.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", pods, "!", "-d", pods, "-j", "MASQUERADE")
 }
 
-// loadImages loads the images into the node's containerd as soon as it responds.
+// loadImages loads the images into the node's containerd as soon as containerd responds.
 func (n *Node) loadImages(ctx context.Context) error {
 	for _, image := range n.cluster.set.options.Images {
 		var last error
@@ -343,7 +344,7 @@ func (n *Node) kubeconfig(user string, groups ...string) (string, error) {
 	return string(b), err
 }
 
-// Logs returns the last lines of each of the node's programs.
+// Logs returns the last lines from the log of each of the node's programs.
 func (n *Node) Logs(lines int) string {
 	var b strings.Builder
 	for _, name := range []string{"node", "containerd", "kubelet", "kube-proxy"} {

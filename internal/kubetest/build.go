@@ -26,12 +26,12 @@ import (
 // returns that folder and builds nothing.
 const binEnv = "ISTHMUS_KUBE"
 
-// programs are the names of the links to the only binary that is built.
+// programs are the names of the programs. Each is a link to the one binary that Build builds.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
-// A recipe describes a set of programs to build. There are recipes for the control planes of the
-// newest and of the oldest supported Kubernetes version, and for the newest version with the
-// nodes' programs.
+// A recipe describes a set of programs to build. There are three: the control plane of the newest
+// supported Kubernetes version, the control plane of the oldest, and the newest control plane
+// together with the nodes' programs.
 type recipe struct {
 	env      string // environment variable with the folder of existing programs
 	module   string // folder in test/
@@ -57,13 +57,12 @@ func (r recipe) what() string {
 // linker needs a fifth less memory.
 var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=false"}
 
-// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager,
-// and builds missing programs. The build takes some four minutes on two cores with an empty Go
-// cache, and seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository
-// around the working directory, or the value of the environment variable ISTHMUS_KUBE.
-// KUBEBUILDER_ASSETS may have the same value. If several processes build at the same time, one
-// builds and the others wait. Build writes a line to progress every few seconds, and nothing if
-// there is nothing to build.
+// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager, and
+// builds missing programs. On two cores, a build takes four to eight minutes with an empty Go
+// cache, and seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository around
+// the working directory, or the value of the environment variable ISTHMUS_KUBE. KUBEBUILDER_ASSETS
+// may have the same value. If several processes build at the same time, one builds and the others
+// wait. Build writes a line to progress every few seconds while it builds.
 func Build(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return controlPlane.build(ctx, progress)
 }
@@ -81,8 +80,8 @@ func BuildNodes(ctx context.Context, progress io.Writer) (dir string, err error)
 	return withNodes.build(ctx, progress)
 }
 
-// FindNodes returns the folder of BuildNodes if its programs exist. Otherwise it returns an error
-// with the reason.
+// FindNodes returns the folder of BuildNodes if it contains the programs. Otherwise it returns an
+// error with the reason.
 func FindNodes() (dir string, err error) {
 	if dir, err = withNodes.find(); err == nil {
 		err = missing(dir, withNodes.programs)
@@ -153,7 +152,7 @@ func missing(dir string, programs []string) error {
 	return nil
 }
 
-// moduleRoot finds the main module's folder in the parents of the working directory. It skips
+// moduleRoot returns the folder of the main module that contains the working directory. It skips
 // nested modules.
 func (r recipe) moduleRoot() (string, error) {
 	wd, err := os.Getwd()
@@ -196,8 +195,8 @@ func identify(src string) (version, hash string, err error) {
 	return version, hex.EncodeToString(h.Sum(nil))[:12], nil
 }
 
-// lock acquires the file lock at path. The kernel releases it at the latest when the process
-// ends.
+// lock acquires the file lock at path. If unlock is not called, the kernel releases the lock when
+// the process ends.
 func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
@@ -232,7 +231,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 	if err != nil {
 		return err
 	}
-	for _, path := range abandoned { // left by killed builds: a running build would hold the lock
+	for _, path := range abandoned { // killed builds have left these folders: a running build would hold the lock
 		if err := os.RemoveAll(path); err != nil {
 			return err
 		}
@@ -241,7 +240,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.RemoveAll(tmp) }() // an error is harmless: tmp was renamed, or the next build removes it
+	defer func() { _ = os.RemoveAll(tmp) }() // ignore an error: tmp was renamed, or the next build removes it
 	if err := os.Chmod(tmp, 0o755); err != nil {
 		return err
 	}
@@ -254,7 +253,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 		return err
 	}
 	status.compiling(len(strings.Fields(stale)))
-	ldflags := "-ldflags=-s -w" // without the version, the programs would report v0.0.0-master
+	ldflags := "-ldflags=-s -w" // without these flags, the programs would report the version v0.0.0-master
 	m := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
 	for _, v := range []string{"gitVersion=" + version, "gitMajor=" + m[0], "gitMinor=" + m[1]} {
 		ldflags += " -X k8s.io/component-base/version." + v
@@ -267,7 +266,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 			return err
 		}
 	}
-	if err := os.RemoveAll(dir); err != nil { // an existing folder is incomplete, or make would not have been called
+	if err := os.RemoveAll(dir); err != nil { // if the folder exists, it lacks a program; otherwise make is not called
 		return err
 	}
 	if err := os.Rename(tmp, dir); err != nil {
@@ -283,8 +282,8 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 func run(ctx context.Context, r *reporter, src string, args []string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = src
-	// The caller's flags and platform must not apply: with other values, nothing in the Go cache
-	// could be used.
+	// Ignore the caller's flags and platform, because with other values the build could use nothing
+	// in the Go cache.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off", "GOOS="+runtime.GOOS, "GOARCH="+runtime.GOARCH)
 	// On SIGINT the go command ends its compilers.
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
@@ -336,8 +335,8 @@ func (r *reporter) printLine(what string) {
 	fmt.Fprintf(r.w, "kube: %4s  %s\n", time.Since(r.started).Round(time.Second), what)
 }
 
-// everySeconds reports the progress every n seconds until stop is called. stop may be called
-// twice.
+// everySeconds reports the progress every n seconds until stop is called. A second call of stop
+// does nothing.
 func (r *reporter) everySeconds(n int, what recipe) (stop func()) {
 	fmt.Fprintf(r.w, "kube: building %s, once: %s\n", what.what(), what.long)
 	quit, ended := make(chan struct{}), make(chan struct{})
@@ -361,7 +360,7 @@ func (r *reporter) report() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	stage := r.stage
-	if r.done >= 100 && r.done < r.all { // the rate of the first hundred packages is no good estimate
+	if r.done >= 100 && r.done < r.all { // the rate of the first hundred packages is not typical
 		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
 		stage += fmt.Sprintf("; about %v left, then linking", left.Round(10*time.Second))
 	}

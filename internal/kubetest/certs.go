@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// validity is the lifetime of all certificates, which outlives any test. A certificate is valid
-// from one hour before its creation, because containers' clocks may differ.
+// validity is the lifetime of all certificates, longer than any test. A certificate is valid from
+// one hour before its creation, because containers' clocks may differ.
 const validity = 10 * 365 * 24 * time.Hour
 
 // An authority is a cluster's only CA. It signs the certificates of the server and of clients.

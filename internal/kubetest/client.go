@@ -21,7 +21,7 @@ func NewScheme() *runtime.Scheme {
 		clientgoscheme.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install,
 	} {
 		if err := add(scheme); err != nil {
-			panic(err) // two kinds with one name: a programming error
+			panic(err) // programming error: two kinds have the same name
 		}
 	}
 	return scheme

@@ -12,13 +12,13 @@ import (
 //go:embed liqo/*.yaml
 var liqoFiles embed.FS
 
-// liqoEnv is the environment variable with the path of a checkout of Liqo v0.x. LiqoCRDs returns
-// the definitions of that checkout.
+// liqoEnv is the environment variable with the path of a checkout of Liqo v0.x. If it is set,
+// LiqoCRDs returns the definitions of that checkout.
 const liqoEnv = "ISTHMUS_LIQO"
 
-// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each.
-// They have no status.conditions, so an API server with these definitions drops our conditions.
-// Without a checkout of Liqo it returns the files in the folder liqo, which follow
+// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each. The
+// definitions have no status.conditions, so an API server that has them drops our conditions.
+// Without a checkout of Liqo, LiqoCRDs returns the files in the folder liqo, which follow
 // docs/liqo-v0.md.
 func LiqoCRDs() ([][]byte, error) {
 	checkout := os.Getenv(liqoEnv)

@@ -26,8 +26,8 @@ func (s *Server) signal(sig unix.Signal) error {
 	if err := s.api.cmd.Process.Signal(sig); err != nil {
 		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
 	}
-	// The signal stops the server's threads one after the other. On a busy machine, some threads
-	// still answer requests meanwhile.
+	// The signal stops the server's threads one after the other, and on a busy machine some threads
+	// still answer requests for a moment. So wait until all are stopped.
 	for sig == unix.SIGSTOP {
 		err := unix.Waitid(unix.P_PID, s.api.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil)
 		if !errors.Is(err, unix.EINTR) {

@@ -13,14 +13,14 @@ import (
 )
 
 // A guard ensures that no process of a server outlives its owner, even if SIGKILL or a panic ends
-// the owner. The guard is a shell that leads the process group of all programs. It reads a pipe
-// whose other end only the owner has. When the pipe is closed, the guard removes the folder and
-// kills the group, including itself. Stop also closes the pipe.
+// the owner. The guard is a shell that leads the process group of all programs. It reads from a
+// pipe, and only the owner has the other end. When the pipe is closed, the guard removes the folder
+// and kills the group, including itself. Stop also closes the pipe.
 //
-// Pdeathsig is no alternative: it fires when the parent's thread ends, and a program inside a
-// network namespace is started by a thread that ends immediately afterwards. A list of process
-// IDs is no alternative either, because the kernel reuses IDs. The ID of a group stays in use as
-// long as the guard exists.
+// Pdeathsig is no alternative. It fires when the thread that started the process ends. A program
+// inside a network namespace is started by a thread that ends immediately afterwards. A list of
+// process IDs is no alternative either, because the kernel reuses them. By contrast, the ID of a
+// process group stays in use as long as the guard exists.
 type guard struct {
 	shell *exec.Cmd
 	pipe  *os.File // the owner's end of the pipe
@@ -56,9 +56,9 @@ type process struct {
 	err   error // result of Wait; read it only after ended is closed
 }
 
-// start starts the program in the guard's process group. It appends the output to the log of an
-// earlier program with the same name. The log is a file, not a pipe, so that the program never
-// waits for a reader.
+// start starts the program in the guard's process group. It appends the output to the log that an
+// earlier run of the program may have left. The log is a file instead of a pipe, so that the
+// program never waits for a reader.
 func (g *guard) start(starter func(*exec.Cmd) error, dir, path string, args ...string) (*process, error) {
 	name := filepath.Base(path)
 	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(dir, name+".log"), ended: make(chan struct{})}
@@ -107,7 +107,7 @@ func (p *process) kill() error {
 	}
 }
 
-// tail returns the last lines of the log, reading at most its last 64 KiB.
+// tail returns the last lines of the log, from at most its last 64 KiB.
 func (p *process) tail(lines int) string {
 	f, err := os.Open(p.log)
 	if err != nil {

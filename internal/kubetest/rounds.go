@@ -5,10 +5,9 @@ import (
 	"strconv"
 )
 
-// Rounds runs all tests of a package as often as `go test -count` requests, by one call of run
-// per round with that flag set to 1. Tests use fixed names, so each round needs new API servers:
-// run starts the servers and calls testing.M.Run. Rounds is for a TestMain. It returns the worst
-// exit code.
+// Rounds runs all tests of a package as often as `go test -count` requests, for a TestMain. It sets
+// that flag to 1 and calls run once per round. Tests use fixed names, so each round needs new API
+// servers: run must start the servers and call testing.M.Run. Rounds returns the highest exit code.
 func Rounds(run func() int) (code int) {
 	flag.Parse()
 	f := flag.Lookup("test.count")

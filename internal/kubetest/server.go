@@ -1,4 +1,4 @@
-// Package kubetest starts real Kubernetes API servers for tests and the demo: etcd,
+// Package kubetest starts real Kubernetes API servers for tests and the demo. It runs etcd,
 // kube-apiserver and, on request, the controllers that tests rely on (namespaces, garbage
 // collection, service accounts and their tokens, quotas, certificate requests, aggregated roles).
 // Servers can run side by side. Each is ready in a few seconds and leaves nothing behind.
@@ -8,7 +8,8 @@
 //	defer s.Stop()
 //	c, err := s.Client()
 //
-// There are no nodes: objects exist but pods do not run, unless package kubenodes adds kubelets.
+// There are no nodes: Pod objects exist, but no containers run, unless package kubenodes adds
+// kubelets.
 package kubetest
 
 import (
@@ -34,12 +35,13 @@ import (
 	"time"
 )
 
-// readyTimeout bounds a start if the context has no earlier deadline. At a load of ten, a start
-// takes half a minute, and longer beside tests with a lower nice value, as in CI.
+// readyTimeout is the timeout of a start if the context has no earlier deadline. At a load of ten,
+// a start takes half a minute. It takes longer if tests with a lower nice value run at the same
+// time, as in CI.
 const readyTimeout = 5 * time.Minute
 
-// controllers lists the controllers that delete objects, create tokens and process requests.
-// Controllers that create pods or manage nodes are not needed without nodes.
+// controllers lists the controllers that delete objects, create tokens and process requests. A
+// cluster without nodes needs no controllers that create pods or manage nodes.
 const controllers = "namespace-controller,garbage-collector-controller,resourcequota-controller,serviceaccount-controller," +
 	"serviceaccount-token-controller,certificatesigningrequest-signing-controller," +
 	"certificatesigningrequest-approving-controller,clusterrole-aggregation-controller"
@@ -55,9 +57,9 @@ type Options struct {
 	Dir string
 	// Host is the address to listen on and to advertise. Default: 127.0.0.1.
 	Host netip.Addr
-	// APIPort is the port to listen on. Default: a free port, or 6443 with a Starter. A Starter may
-	// start programs in another network namespace, where this package cannot search for a free
-	// port.
+	// APIPort is the port to listen on. The default is a free port. With a Starter, the default is
+	// 6443, because this package cannot search for a free port in the network namespace that the
+	// Starter may use.
 	APIPort uint16
 	// ServiceCIDR is the network of cluster IPs, in the family of Host, with at most 2^20
 	// addresses. Default: 10.96.0.0/12, or fd00:96::/108 if Host is IPv6.
@@ -74,8 +76,8 @@ type Options struct {
 	// Starter starts a prepared command, for example inside a network namespace. It must not change
 	// SysProcAttr, Dir, Stdout and Stderr. Default: cmd.Start.
 	Starter func(cmd *exec.Cmd) error
-	// Dial connects to the server from this process, if Starter started it elsewhere. Default:
-	// net.Dialer.
+	// Dial connects from this process to the server. It is necessary if Starter starts the server
+	// in another network namespace. Default: net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 }
 
@@ -136,7 +138,7 @@ func (o *Options) programs() []string {
 }
 
 // complete fills in the defaults. It returns an error for options that the programs would reject
-// later with a less clear message.
+// later, with a less clear message.
 func (o *Options) complete() error {
 	if o.Name == "" {
 		o.Name = "kubetest"
@@ -208,12 +210,12 @@ func (s *Server) start(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	// This must come after the API server is ready: the controller manager exits if it cannot reach
-	// the API server for ten seconds.
+	// Start the controllers after the API server is ready, because the controller manager exits if
+	// it cannot reach the API server for ten seconds.
 	if err := s.startControllers(); err != nil {
 		return err
 	}
-	return s.await(ctx, "/api/v1/namespaces/default/serviceaccounts/default") // created by a controller
+	return s.await(ctx, "/api/v1/namespaces/default/serviceaccounts/default") // a controller creates this object
 }
 
 // credentials creates all keys, certificates and kubeconfigs, and the client of this package.
@@ -261,16 +263,16 @@ func (s *Server) credentials() (err error) {
 	return nil
 }
 
-// startEtcd starts etcd on a Unix socket. A Unix socket needs no free port, is reachable from
-// every network namespace, and belongs to this server alone. etcd requires an advertised address
-// with a port, which a cluster with one member never uses.
+// startEtcd starts etcd on a Unix socket. A Unix socket needs no free port, is reachable from every
+// network namespace, and belongs to this server alone. etcd requires an advertised address with a
+// port, but a cluster with one member never uses this address.
 func (s *Server) startEtcd() (err error) {
 	const unused = "http://127.0.0.1:2380"
 	s.etcd, err = s.run("etcd",
 		"--name=etcd", "--data-dir=etcd", "--unsafe-no-fsync",
 		"--listen-client-urls=unix://etcd.sock", "--advertise-client-urls="+unused,
 		"--listen-peer-urls=unix://peer.sock", "--initial-advertise-peer-urls="+unused, "--initial-cluster=etcd="+unused,
-		"--election-timeout=500", // ms: the only member elects itself half a second earlier
+		"--election-timeout=500", // in ms; below the default, so that the only member elects itself half a second earlier
 		"--log-level=warn")
 	return err
 }
@@ -283,8 +285,8 @@ func (s *Server) startAPI() error {
 		endpoints = "none"
 	}
 	if !s.opts.Controllers {
-		// The admission plugin ServiceAccount rejects pods until the controllers have created an
-		// account.
+		// Without controllers, the admission plugin ServiceAccount would reject all pods, because
+		// no ServiceAccount is created.
 		disabled = "ServiceAccount"
 	}
 	args := []string{
@@ -332,7 +334,7 @@ func (s *Server) run(name string, args ...string) (*process, error) {
 
 const readyz = "/readyz"
 
-// await returns when a GET of path returns status 200, or with an error when a program has ended.
+// await returns when a GET of path returns status 200. It returns an error if a program has ended.
 func (s *Server) await(ctx context.Context, path string) error {
 	for {
 		problem := s.get(ctx, path)
@@ -435,7 +437,7 @@ func (s *Server) Logs(lines int) string {
 	return b.String()
 }
 
-// Stop kills all programs and removes all files. It needs no graceful shutdown, because no data
+// Stop kills all programs and removes all files. No graceful shutdown is necessary, because no data
 // is kept. etcd ends last, because other programs would wait for it. A second call does nothing.
 func (s *Server) Stop() error {
 	s.mu.Lock()
@@ -456,7 +458,7 @@ func (s *Server) Stop() error {
 		s.port.release()
 	}
 	if s.dir != "" {
-		errs = append(errs, os.RemoveAll(s.dir)) // the guard already did it, if there was one
+		errs = append(errs, os.RemoveAll(s.dir)) // if there was a guard, it has already removed the folder
 	}
 	s.scheduler, s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, nil, ""
 	return errors.Join(errs...)

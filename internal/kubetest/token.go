@@ -10,9 +10,9 @@ import (
 	"strings"
 )
 
-// DatedToken returns a ServiceAccount token with other dates, in seconds since 1970. The server
-// itself issues no token with a date in the past, and none that is valid for less than ten
-// minutes.
+// DatedToken returns a copy of a ServiceAccount token with other dates, in seconds since 1970. The
+// API server itself issues no token with a date in the past, and none that is valid for less than
+// ten minutes.
 func (s *Server) DatedToken(token string, issued, expires int64) (string, error) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {

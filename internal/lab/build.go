@@ -66,8 +66,8 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		defer node.close()
-		// Create eth0 first: if a packet has no better source address, the kernel uses the address of
-		// the oldest device.
+		// Create eth0 first: the kernel uses the address of the oldest device as a packet's source
+		// address if it finds no better one.
 		if err := underlay.veth(n.Name, mtu, node); err != nil {
 			return err
 		}
@@ -126,8 +126,8 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 	)
 }
 
-// buildPod creates a pod in the way the ptp CNI plugin does. kind uses that plugin, and Calico
-// works similarly.
+// buildPod creates a pod as the ptp CNI plugin does. kind uses that plugin, and Calico works
+// similarly.
 func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[string]string, bare bool) error {
 	pod, err := newKernel(p.Host, settings)
 	if err != nil {
@@ -150,9 +150,9 @@ func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[s
 	)
 }
 
-// buildGatewayPod creates a pod for a gateway. Its node does the work of CNI plugins: it
-// masquerades packets of the pod that leave the pod network, and forwards its own WireGuard ports
-// to the pod (hostPort).
+// buildGatewayPod creates a pod for a gateway. As CNI plugins do, it makes the pod's node
+// masquerade packets from the pod to destinations outside the pod network. It also makes the node
+// forward the WireGuard ports of its own address to the pod (hostPort).
 func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[string]string) error {
 	const dev = "gateway"
 	if err := l.buildPod(node, p.Node, p, dev, settings, c.bare); err != nil || c.bare {
@@ -161,8 +161,8 @@ func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[str
 	return p.Node.Do(func() error { return publish(p.Addr, c.PodCIDR, wireGuardPort, fabric.MaxTunnels) })
 }
 
-// buildServer creates the server outside the cluster, on a network to which only node 1 is
-// attached.
+// buildServer creates the server outside the cluster. The server is on a network that only node 1
+// reaches.
 func (l *Lab) buildServer(node *kernel, c *Cluster, settings map[string]string) error {
 	server, err := newKernel(c.OnPrem.Host, settings)
 	if err != nil {

@@ -17,19 +17,20 @@ import (
 type Watched struct {
 	// Networks are the peers' networks, as the cluster sees them.
 	Networks []netip.Prefix
-	// Endpoints are addresses that are mapped for peers. A packet from a peer to an endpoint leaves
-	// the gateway without a tunnel and is no leak, even if it crosses the underlay.
+	// Endpoints are addresses outside the pods that are mapped for peers. A packet from a peer to
+	// an endpoint leaves the gateway without a tunnel. It is no leak, even if it crosses the
+	// underlay.
 	Endpoints []netip.Addr
-	// Overlay is the cluster's pod network if gateways are pods. Any of its addresses may be an
-	// endpoint of the overlay, because gateway pods are created and deleted.
+	// Overlay is the cluster's pod network if gateways are pods, and otherwise zero. Any of its
+	// addresses may be an endpoint of the overlay, because gateway pods are created and deleted.
 	Overlay netip.Prefix
 }
 
-// A watch checks the frames that the nodes of one cluster send. It is immutable.
+// A watch has the data to check the frames that the nodes of one cluster send. It is immutable.
 type watch struct {
 	Watched
 	first, last netip.Addr   // underlay addresses of the nodes, which are consecutive
-	others      []netip.Addr // other endpoints of the overlay: gateway pods, and addresses that nodes got later
+	others      []netip.Addr // other endpoints of the overlay: gateway pods, and addresses that the nodes got later
 }
 
 // watchFor returns a watch. added are addresses that nodes got after the start of the lab.
@@ -41,10 +42,9 @@ func watchFor(c *Cluster, what Watched, added []netip.Addr) *watch {
 	return w
 }
 
-// leak reports whether a frame contains a packet of a watched network in the clear. It returns
-// that network and a description of the packet. A packet inside the overlay is no leak if both
-// endpoints belong to the cluster: nodes or gateway pods. Inside other overlay packets, the inner
-// packet is checked.
+// leak reports whether a frame contains, in the clear, a packet from or to a watched network. It
+// returns that network and a description of the packet. A packet inside the overlay is no leak if
+// the overlay packet is between nodes or gateway pods of the cluster.
 func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks bool) {
 	outer, ok := parseFrame(frame)
 	if !ok {
@@ -90,8 +90,8 @@ const (
 	ipv4Source = etherSize + 12
 	ipv4Dest   = etherSize + 16
 
-	fragOffset = 0x1fff // mask for the half word at ipv4Frag: not 0 in later fragments
-	snapLength = 192    // octets to capture of a frame: two headers with all options
+	fragOffset = 0x1fff // mask for the 16 bits at ipv4Frag: the result is 0 only in the first fragment
+	snapLength = 192    // number of octets to capture of a frame, enough for two headers with all options
 )
 
 // filter returns a BPF program for the kernel. It accepts every frame that may be a leak, and few
@@ -133,7 +133,7 @@ func (w *watch) filter() []bpf.Instruction {
 		drop)
 	for _, offset := range []uint32{ipv4Source, ipv4Dest} {
 		p = append(p, bpf.LoadAbsolute{Off: offset, Size: 4})
-		for i, o := range w.others { // the address of an allowed endpoint: skip to the check of the next offset
+		for i, o := range w.others { // if an allowed endpoint's address is at this offset, continue with the next offset
 			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(o), SkipTrue: uint8(len(w.others) - 1 - i + 4)})
 		}
 		p = append(p,
@@ -150,15 +150,15 @@ func number(a netip.Addr) uint32 {
 	return binary.BigEndian.Uint32(b[:])
 }
 
-// ipHeader has the fields of a packet that identify a leak.
+// ipHeader has the fields of a packet that are needed to find and describe a leak.
 type ipHeader struct {
 	src, dst netip.Addr
 	protocol uint8
 	length   int    // length of the packet in octets
-	payload  []byte // the captured part; nil in later fragments
+	payload  []byte // the captured part; nil in all fragments except the first
 }
 
-// parseFrame parses the IP header of an Ethernet frame that may be truncated.
+// parseFrame parses the IP header of an Ethernet frame, which may be truncated.
 func parseFrame(frame []byte) (h ipHeader, ok bool) {
 	if len(frame) < etherSize {
 		return h, false

@@ -8,8 +8,8 @@ import (
 	"text/tabwriter"
 )
 
-// Describe writes a table of the lab's pods and servers for people. It has the address of each
-// host as each cluster sees it.
+// Describe writes a table of the lab's nodes, pods and servers for people. For each host, the table
+// has the address at which each cluster reaches it.
 func (l *Lab) Describe(w io.Writer) error {
 	table := tabwriter.NewWriter(w, 0, 8, 3, ' ', 0)
 	row := func(cells ...string) { fmt.Fprintln(table, strings.Join(cells, "\t")) }
@@ -36,7 +36,7 @@ func (l *Lab) Describe(w io.Writer) error {
 	for _, c := range l.Clusters {
 		for i, n := range c.Nodes {
 			what := "node"
-			if i == 0 && !c.bare { // in a bare cluster Kubernetes places the gateway
+			if i == 0 && !c.bare { // in a bare cluster, the lab does not place the gateway
 				what = "node with the gateway"
 			}
 			line(c, n.Host, what, n.Addr)
@@ -49,8 +49,8 @@ func (l *Lab) Describe(w io.Writer) error {
 	return table.Flush()
 }
 
-// Lookup returns the address under which host from reaches a host of the lab. name is that host's
-// name or an address.
+// Lookup returns the address at which the host from reaches another host of the lab. name is that
+// other host's name or an address, which Lookup returns unchanged.
 func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil
@@ -61,7 +61,7 @@ func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 		if !ok {
 			continue
 		}
-		if viewer == nil { // a host of the underlay, which belongs to no cluster
+		if viewer == nil { // from is the underlay, which belongs to no cluster
 			return addr, nil
 		}
 		return l.Seen(viewer, c, addr)

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Forget removes all state that a reboot of the node would remove: added devices and policy
-// rules. The node's processes must have ended. The lab's own objects stay.
+// Forget removes the state that a reboot of the node would remove: devices and policy rules that
+// were added to it. The node's processes must have ended. The lab's own objects stay.
 func (n *Node) Forget() error {
 	var err error
 	for range 5 { // repeat: devices of ending namespaces may disappear between list and removal

@@ -30,9 +30,9 @@ type gateway struct {
 	err  error         // result of Wait; valid after done is closed
 }
 
-// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits
-// until all are ready. The error contains the last log lines of each gateway that is not ready.
-// Down or StopGateways ends the gateways.
+// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster, and waits until
+// all gateways are ready. The error contains the last log lines of each gateway that is not ready.
+// The gateways run until Down or StopGateways.
 func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -43,8 +43,8 @@ func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) 
 	return errors.Join(errs...)
 }
 
-// StartGateway is StartGateways for one cluster. The binary's path must be absolute, or be found
-// in PATH.
+// StartGateway is StartGateways for one cluster. binary must be an absolute path, or the name of a
+// program in PATH.
 func (l *Lab) StartGateway(ctx context.Context, c *Cluster, binary string, args ...string) error {
 	if err := l.startGateway(ctx, c, binary, args); err != nil {
 		return fmt.Errorf("gateway of cluster %s: %w", c.Name, err)
@@ -76,8 +76,8 @@ func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string, args 
 	// The caller's context bounds only the wait, not the gateway's lifetime.
 	g := &gateway{cmd: c.Gateway().Command(context.Background(), binary, append([]string{"gateway", "--config", c.ConfigDir}, args...)...), done: make(chan struct{})}
 	g.cmd.Stdout, g.cmd.Stderr = log, log
-	// The gateway gets its own session, because Ctrl-C at the terminal is for the owner of the lab,
-	// which then stops the gateways in order.
+	// The gateway gets its own session, so that Ctrl-C at the terminal does not reach it. Ctrl-C is
+	// for the owner of the lab, which then stops the gateways in order.
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := g.cmd.Start(); err != nil {
 		return err
@@ -121,8 +121,8 @@ func waitReady(ctx context.Context, c *Cluster, g *gateway) error {
 	}
 }
 
-// StopGateways ends all gateways in parallel by SIGTERM. After 20 s it kills a gateway by SIGKILL
-// and returns an error. It ignores gateways that do not run.
+// StopGateways ends all gateways in parallel by SIGTERM. If a gateway has not ended after 20 s, it
+// kills the gateway by SIGKILL and returns an error. It ignores gateways that do not run.
 func (l *Lab) StopGateways() error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -185,7 +185,8 @@ func (l *Lab) GatewayProcess(c *Cluster) (pid int, ok bool) {
 		return 0, false
 	}
 	pid, err = strconv.Atoi(string(text))
-	// Another process may have the same process ID by now.
+	// Check that the process belongs to the lab, because the kernel may have given its ID to
+	// another process.
 	return pid, err == nil && crowdOf(l.Name).has(pid)
 }
 
@@ -250,7 +251,7 @@ func cutLast(s, sep string) (before, after string, found bool) {
 	return s[:i], s[i+len(sep):], true
 }
 
-// tail returns the last lines of a file, indented. It ignores lines before the offset begin.
+// tail returns the last lines of a file, indented. It ignores text before the offset begin.
 func tail(path string, begin int64, lines int) string {
 	file, err := os.Open(path)
 	if err != nil {

@@ -15,16 +15,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// netnsDir is iproute2's directory of named network namespaces, so that "ip netns exec" finds
-// those of a lab.
+// netnsDir is the directory of iproute2 for named network namespaces. A lab's namespaces are there,
+// so that "ip netns exec" finds them.
 const netnsDir = "/run/netns"
 
-// netnsPrefix is the prefix of all namespaces of all labs: isthmus.LAB.HOST.
+// netnsPrefix is the prefix of the names of all labs' namespaces: isthmus.LAB.HOST.
 const netnsPrefix = "isthmus."
 
-// A Host is one network namespace of a lab: the underlay, a node, a pod or an on-prem server. Its
-// methods may be called concurrently. The listeners and connections that the methods open work from
-// any thread. They keep the namespace alive until the caller closes them.
+// A Host is one network namespace of a lab: the underlay, a node, a pod or a server. Its methods
+// may be called concurrently. The methods open listeners and connections that work from any thread,
+// and that keep the namespace alive until the caller closes them.
 type Host struct {
 	Name string // unique in the lab: "underlay", "a-node1", "a-pod1", "a-onprem"
 
@@ -37,8 +37,8 @@ func (h *Host) Netns() string { return netnsPrefix + h.lab + "." + h.Name }
 // String returns the host's name.
 func (h *Host) String() string { return h.Name }
 
-// Do runs f inside the host's namespace and returns its error. f runs on its own thread, which
-// ends with f. Goroutines that f starts run outside of the namespace. f must not end the test
+// Do runs f inside the host's namespace and returns its error. f runs on its own thread, which ends
+// when f returns. Goroutines that f starts run outside of the namespace. f must not end the test
 // (t.Fatal), because it does not run on the test's goroutine.
 func (h *Host) Do(f func() error) error {
 	return onOwnThread(func() error {
@@ -62,20 +62,20 @@ func enter(path string) error {
 	return nil
 }
 
-// onOwnThread runs f on a thread that ends afterwards, so that f may leave the thread in any
-// state. It never uses the main thread. That thread would hold the namespace until the process
-// ends, and /proc/PID/ns/net would show this namespace.
+// onOwnThread runs f on a thread that ends afterwards, so that f may leave the thread in any state.
+// It never uses the main thread, because the main thread would keep the namespace alive until the
+// process ends, and /proc/PID/ns/net would show this namespace.
 func onOwnThread(f func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() {
 			defer runtime.UnlockOSThread()
-			done <- onOwnThread(f) // meanwhile, this goroutine occupies the main thread
+			done <- onOwnThread(f) // runs f on another thread, because this goroutine occupies the main thread
 			return
 		}
-		// Without UnlockOSThread, the thread ends with the goroutine. The deferred send also reports an
-		// error if f calls runtime.Goexit.
+		// Without UnlockOSThread, the thread ends with the goroutine. The deferred function sends
+		// an error even if f calls runtime.Goexit.
 		err := errors.New("the function left its goroutine")
 		defer func() { done <- err }()
 		err = f()
@@ -131,7 +131,7 @@ func (c *Cmd) Start() error {
 	return c.host.Do(c.Cmd.Start)
 }
 
-// Start starts any command inside the host, as if Command had made it.
+// Start starts any command inside the host, like a command from Command.
 func (h *Host) Start(cmd *exec.Cmd) error { return (&Cmd{cmd, h}).Start() }
 
 // Run is exec.Cmd.Run inside the host.
@@ -168,9 +168,9 @@ func (c *Cmd) CombinedOutput() ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// Exec replaces the calling process by the named program, inside the host. It returns only after
-// an error. It adds the directory of the calling program to PATH, so that the program is found by
-// name inside a lab.
+// Exec replaces the calling process by the named program, inside the host. It returns only after an
+// error. It adds the directory of the calling program to PATH, so that programs in that directory
+// are found by name.
 func (h *Host) Exec(args []string) error {
 	if self, err := os.Executable(); err == nil {
 		path := os.Getenv("PATH") + string(filepath.ListSeparator) + filepath.Dir(self)
@@ -194,6 +194,6 @@ func (h *Host) Exec(args []string) error {
 // setSysctl writes a setting of the calling thread's namespace. name is a path below
 // /proc/sys/net.
 func setSysctl(name, value string) error {
-	// The kernel shows /proc/sys/net of the namespace of the thread that opens the file.
+	// /proc/sys/net shows the namespace of the thread that opens the file.
 	return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0)
 }

@@ -60,8 +60,8 @@ func (h *Host) Serve(address string, handler http.Handler) (stop func() error, e
 	}, nil
 }
 
-// ServeHosts starts the lab's web server on port 80 of all pods and on-prem servers. It runs
-// until the lab is removed. It answers
+// ServeHosts starts the lab's web server on port 80 of all pods and servers. It runs until the lab
+// is removed. It answers
 //
 //	/           "a-pod1 sees 10.246.0.11": the server's name and the caller's address
 //	/bytes?n=N  N octets
@@ -142,7 +142,7 @@ type Throughput struct {
 // BitsPerSecond returns the mean rate of the payload.
 func (t Throughput) BitsPerSecond() float64 { return float64(t.Bytes) * 8 / t.Duration.Seconds() }
 
-// Download fetches up to n octets from the lab's web server at addr, for at most the given time.
+// Download fetches up to n octets from the lab's web server at addr, and stops after the timeout.
 // It measures the time from the request to the last octet.
 func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, timeout time.Duration) (Throughput, error) {
 	requestCtx, cancel := context.WithTimeout(ctx, timeout)

@@ -12,13 +12,13 @@ var pools = []netip.Prefix{
 	netip.MustParsePrefix("172.16.0.0/12"),
 }
 
-// reservedNetworks returns the networks that a cluster never allocates to a peer.
+// reservedNetworks returns the networks that a cluster never allocates for a peer.
 func reservedNetworks(own ...netip.Prefix) []netip.Prefix {
 	return append([]netip.Prefix{serviceNetwork, underlayNetwork, onPremNetwork}, own...)
 }
 
-// remap chooses a cluster's network for a peer's network, as Liqo v0.9.4 does: the peer's own
-// network if it overlaps no other, otherwise the best free network of the same length.
+// remap chooses the network that a cluster uses for a peer's network, as Liqo v0.9.4 does. It is
+// the peer's own network if that overlaps no other, and otherwise the network that allocate finds.
 func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	if !overlapsAny(network, taken) {
 		return network, nil
@@ -26,9 +26,9 @@ func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	return allocate(taken, network.Bits())
 }
 
-// allocate finds a free network of the given length as Liqo's allocator does. It searches the
-// pools in order. In the first pool with enough room, it uses the smallest sufficient free block,
-// and the lowest of several.
+// allocate finds a free network of the given length as Liqo's allocator does. It searches the pools
+// in order. In the first pool with enough room, it uses the smallest sufficient free block. If
+// there are several, it uses the one with the lowest address.
 func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	for _, pool := range pools {
 		if best := smallestFree(pool, taken, length); best.IsValid() {

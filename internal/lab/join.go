@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// The ports of every gateway of a lab. All gateways can use them, because each has its own
+// The ports of every gateway of a lab. All gateways use the same ports, because each has its own
 // namespace.
 const (
 	wireGuardPort = 5871
@@ -32,28 +32,29 @@ const (
 
 const keyFile = "private.key"
 
-// tunnelAddr is the address of Liqo's tunnel. The first host address of the ExternalCIDR is
-// mapped to it for the connection check.
+// tunnelAddr is the address of Liqo's tunnel. For the connection check, the first host address of
+// the ExternalCIDR is mapped to it.
 var tunnelAddr = netip.MustParseAddr("169.254.0.1")
 
-// A View holds the PodCIDR and the ExternalCIDR of one cluster after remapping by another.
+// A View has the networks that one cluster uses for the PodCIDR and the ExternalCIDR of another.
 type View struct {
 	Pod      netip.Prefix `json:"pod"`
 	External netip.Prefix `json:"external"`
 }
 
-// JoinOptions choose the remapped networks of a Join. A zero Prefix selects the choice of Liqo's
-// IPAM. The peer's real network means no remapping, Liqo's "None". Only the length is checked, so
-// that a test can use networks that a gateway must reject.
+// JoinOptions choose the networks that the clusters of a Join use for each other. For a zero
+// Prefix, Join chooses a network as Liqo's IPAM does. The peer's real network means no remapping,
+// Liqo's "None". Join checks only the length, so that a test can use networks that a gateway must
+// reject.
 type JoinOptions struct {
-	AtA View // b's networks as a sees them
-	AtB View // a's networks as b sees them
+	AtA View // the networks that a uses for b
+	AtB View // the networks that b uses for a
 }
 
-// Join makes two clusters peers. It chooses the networks that each uses for the other. It writes
-// a TunnelEndpoint and a NatMapping into the ConfigDir of each, and also gateway.yaml and a
-// private key if they are missing. Nodes without a gateway get routes to the peer through node 1.
-// Joining a pair again replaces the previous result.
+// Join makes two clusters peers. It chooses the networks that each uses for the other. It writes a
+// TunnelEndpoint and a NatMapping into the ConfigDir of each, and also gateway.yaml and a private
+// key if they are missing. Nodes without a gateway get routes to the peer through node 1. If the
+// clusters are already joined, the new result replaces the previous one.
 func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -99,7 +100,7 @@ func (l *Lab) Unjoin(a, b *Cluster) error {
 	return errors.Join(errs...)
 }
 
-// PeerFile returns the path of the file in local.ConfigDir with the objects about peer.
+// PeerFile returns the path of the file with local's objects about peer, in local.ConfigDir.
 func PeerFile(local, peer *Cluster) string {
 	return filepath.Join(local.ConfigDir, "peer-"+peer.Name+".yaml")
 }
@@ -108,15 +109,15 @@ func (j join) isOf(a, b *Cluster) bool {
 	return j.A == a.Name && j.B == b.Name || j.A == b.Name && j.B == a.Name
 }
 
-// Map allocates an address of c's ExternalCIDR for an endpoint outside the pods of c, such as its
-// OnPrem server, and writes the mapping into the files of all present peers of c. Each peer sees
-// that address in its own network for the ExternalCIDR: see Seen. Peers that join later do not
-// get the mapping.
+// Map makes an endpoint outside the pods of c, such as its OnPrem server, reachable from the
+// present peers of c. It allocates an address of c's ExternalCIDR and writes the mapping into the
+// files of these peers. Each peer reaches the endpoint at another address, in its own network for
+// the ExternalCIDR: see Seen. Peers that join later do not get the mapping.
 func (l *Lab) Map(c *Cluster, endpoint netip.Addr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if _, ok := l.mapped(c, endpoint); !ok {
-		external := c.ExternalCIDR.Addr().Next() // the first host address is the tunnel's
+		external := c.ExternalCIDR.Addr().Next() // the first host address is mapped to tunnelAddr
 		for _, m := range l.state.Mappings {
 			if m.Cluster == c.Name {
 				external = m.External
@@ -146,8 +147,8 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns the networks that cluster local uses for cluster peer, or false if they are not
-// joined.
+// View returns the networks that the cluster local uses for the cluster peer. It returns false if
+// the two are not joined.
 func (l *Lab) View(local, peer *Cluster) (View, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -166,9 +167,9 @@ func (l *Lab) view(local, peer *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which cluster local reaches addr, which is the address of a pod or
-// of a mapped endpoint of cluster peer. If local and peer are the same cluster, or if addr belongs
-// to a node of any cluster, Seen returns addr.
+// addr is the address of a pod or of a mapped endpoint of the cluster peer. Seen returns the
+// address at which pods of the cluster local reach it. If local and peer are the same cluster, or
+// if addr belongs to a node of any cluster, Seen returns addr.
 func (l *Lab) Seen(local, peer *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,8 +190,8 @@ func (l *Lab) Seen(local, peer *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, peer.ExternalCIDR, view.External), nil
 }
 
-// completeView completes want, the networks that cluster local uses for cluster peer. It chooses
-// missing networks as Liqo does, the PodCIDR first.
+// completeView completes want, the networks that the cluster local shall use for the cluster peer.
+// It chooses missing networks as Liqo does, first that for the PodCIDR.
 func (l *Lab) completeView(local, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(local.PodCIDR, local.ExternalCIDR)
 	for _, c := range l.Clusters {
@@ -222,7 +223,7 @@ func (l *Lab) completeView(local, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes the file in local.ConfigDir with the objects about peer.
+// writePeer writes the file with local's objects about peer, in local.ConfigDir.
 func (l *Lab) writePeer(local, peer *Cluster) error {
 	peerView, _ := l.view(local, peer)
 	ownView, _ := l.view(peer, local)
@@ -284,7 +285,8 @@ func (l *Lab) writePeer(local, peer *Cluster) error {
 	return writeFile(PeerFile(local, peer), text.Bytes(), 0o644)
 }
 
-// remapped returns seen in Liqo's notation: "None" if it equals network.
+// remapped returns seen, a cluster's network for a peer's network, in Liqo's notation: "None" if
+// the two are equal.
 func remapped(network, seen netip.Prefix) string {
 	if seen == network {
 		return v1alpha1.None
@@ -345,7 +347,7 @@ func ensureKey(c *Cluster) ([32]byte, error) {
 	return key, nil
 }
 
-// backendConfig returns the data about its gateway that a cluster publishes to peers.
+// backendConfig returns the data that a cluster publishes to peers about its gateway.
 func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	private, err := ensureKey(c)
 	if err != nil {
@@ -366,9 +368,9 @@ func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	return config, nil
 }
 
-// routePeer adds routes to a peer's networks on the nodes without a gateway, through the node
-// with the gateway. Replies need no further routes: each node has routes to all pods of its
-// cluster.
+// routePeer adds routes to a peer's networks on the nodes without a gateway. The routes lead
+// through the node with the gateway. Replies need no further routes, because each node has routes
+// to all pods of its cluster.
 func (l *Lab) routePeer(c *Cluster, v View) error {
 	var errs []error
 	for _, n := range c.Nodes[1:] {

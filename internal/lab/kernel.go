@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A KernelUse counts kernel objects for WireGuard and NAT in all network namespaces of a gateway.
-// A gateway uses none.
+// A KernelUse counts the kernel's objects for WireGuard and NAT in all network namespaces of a
+// gateway. A gateway of Isthmus has none.
 type KernelUse struct {
 	Namespaces int
 	WireGuard  int // number of devices
@@ -36,7 +36,7 @@ func (l *Lab) GatewayKernel(c *Cluster) (KernelUse, error) {
 
 func kernelUse(pid int) (use KernelUse, err error) {
 	paths := []string{fmt.Sprintf("/proc/%d/ns/net", pid)}
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid)) // the namespace of the TUN has no name: find it by the gateway's descriptors
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid)) // the TUN device's namespace has no name: find it by the gateway's file descriptors
 	if err != nil {
 		return use, err
 	}
@@ -59,7 +59,7 @@ func kernelUse(pid int) (use KernelUse, err error) {
 	return use, nil
 }
 
-// add counts the objects of a namespace, unless known already contains it.
+// add counts the objects of a namespace, unless the namespace is already in known.
 func (u *KernelUse) add(fd netns.NsHandle, known map[uint64]bool) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(fd), &st); err != nil || known[st.Ino] {

@@ -1,6 +1,6 @@
 // Package lab creates Kubernetes-like clusters from network namespaces of one machine, for tests,
-// the demo, benchmarks and experiments. It needs Linux and root, but no other program, no image
-// and no Kubernetes.
+// the demo, benchmarks and experiments. It needs Linux and root, but no other program, no image and
+// no Kubernetes.
 //
 //	                       ┌──────────── underlay (router) ───────────┐
 //	                       │ br-a 172.30.1.1/24    br-b 172.30.2.1/24 │ ...
@@ -20,12 +20,12 @@
 // ptp CNI plugin, a pod has a veth pair to its node, an address with length 32 and a default route
 // through the node. A node forwards packets. It has a part of the PodCIDR, a default route to the
 // underlay's router, and routes to the pods of the cluster's other nodes. The gateway runs on node
-// 1. That node also routes to a server outside the cluster (on-prem), whose address the cluster's
-// pods use without translation. The router has routes only to the nodes' networks. A packet with a
-// pod's address that leaves a node unencapsulated is lost.
+// 1. That node also routes to a server outside the cluster (on-prem). The cluster's pods use the
+// server's address without translation. The router has routes only to the nodes' networks, so it
+// drops a packet to a pod's address that a node sends without encapsulation.
 //
 // A lab belongs to the process that created it. After that process has ended in any way, the next
-// Up of any process removes the lab, unless it was declared persistent.
+// Up of any process removes the lab, unless the lab was made persistent.
 package lab
 
 import (
@@ -52,28 +52,28 @@ var (
 // Lab must not be used.
 type Lab struct {
 	Name     string
-	Spec     Spec // with default values filled in
+	Spec     Spec // with default values
 	Dir      string
 	Underlay *Host
 	Clusters []*Cluster
 
 	mu       sync.Mutex
 	state    state
-	owner    *os.File // the locked file; nil if Open returned the lab
+	owner    *os.File // the locked file of the lab's owner; nil if Open returned the lab
 	gateways map[*Cluster]*gateway
 	servers  []func() error
 }
 
 // A Cluster is the nodes and pods of one cluster.
 type Cluster struct {
-	Name         string // also the cluster's name in its objects
+	Name         string // also the name in the cluster's Kubernetes objects
 	ID           string
 	PodCIDR      netip.Prefix
 	ExternalCIDR netip.Prefix
 	Tunnels      int     // number of tunnels of its gateway
 	Nodes        []*Node // the gateway runs on the first node
 	Pods         []*Pod  // those of node 1 first
-	GatewayPods  []*Pod  // for gateways, on the first nodes; see ClusterSpec
+	GatewayPods  []*Pod  // pods for gateways, on the first nodes; see ClusterSpec
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
 	Control      *Server // the machine for the control plane; nil unless ClusterSpec.Control
 	ConfigDir    string  // the directory for "isthmus gateway --config"
@@ -234,7 +234,7 @@ func Open(name string) (*Lab, error) {
 // ended, until they are swept.
 func List() ([]string, error) { return names() }
 
-// Persist keeps the lab after the end of its owner, until Down.
+// Persist keeps the lab after its owner has ended, until Down.
 func (l *Lab) Persist() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -258,7 +258,7 @@ func (l *Lab) Down() error {
 		}
 	}
 	errs := []error{l.stopServing()}
-	// Do not hold the lock that all labs share, because a process may take long to end.
+	// A process may take long to end, so wait without the lock that all labs share.
 	if err := crowdOf(l.Name).end(3 * time.Second); err != nil {
 		return fmt.Errorf("lab %s: %w", l.Name, err)
 	}
@@ -303,8 +303,8 @@ func sweep() error {
 	return err
 }
 
-// destroy removes a lab. The caller holds the lab's lock. The directory is removed last, so that
-// the next sweep finds the remains after an interruption.
+// destroy removes a lab. The caller holds the lab's lock. destroy removes the directory last, so
+// that the next sweep finds the remains of an interrupted removal.
 func destroy(name string) error {
 	errs := []error{crowdOf(name).end(time.Second)}
 	for _, path := range namespacesOf(name) {
@@ -316,8 +316,8 @@ func destroy(name string) error {
 	return os.RemoveAll(dirOf(name))
 }
 
-// fromState computes hosts and addresses. It depends only on the state, so every process computes
-// the same lab.
+// fromState computes hosts and addresses. It depends only on the state, so every process gets the
+// same result.
 func fromState(s state) *Lab {
 	name := s.Spec.Name
 	host := func(format string, args ...any) *Host { return &Host{Name: fmt.Sprintf(format, args...), lab: name} }

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kernel is a handle of a namespace, with a netlink socket inside the namespace.
+// kernel is a handle for a namespace, with a netlink socket inside the namespace.
 type kernel struct {
 	host *Host
 	ns   netns.NsHandle
@@ -30,8 +30,8 @@ func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 			return fmt.Errorf("create: %w", err)
 		}
 		for _, c := range []string{"all", "default", "lo"} {
-			// IPv6 is off, because router solicitations and duplicate address detection would
-			// disturb captures and counters.
+			// Switch IPv6 off, because router solicitations and duplicate address detection would
+			// add packets to captures and counters.
 			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
 			if err != nil && !errors.Is(err, fs.ErrNotExist) { // the kernel has no IPv6
 				return err
@@ -81,8 +81,9 @@ func (k *kernel) close() {
 // uplink is the name of every host's device towards the rest of the lab.
 const uplink = "eth0"
 
-// veth connects two namespaces. It creates a device with the given name in k, and the device's
-// peer, named uplink, directly in remote. So the caller's namespace never has either device.
+// veth connects two namespaces by a pair of devices. It creates one device with the given name in
+// k, and the other, named uplink, directly in remote. So the caller's namespace never has either
+// device.
 func (k *kernel) veth(name string, mtu int, remote *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
@@ -140,7 +141,7 @@ func (k *kernel) address(dev string, addr netip.Prefix) error {
 	return nil
 }
 
-// route sets the route to a network through dev. via is the next hop; a zero Addr means none.
+// route sets the route to a network through dev. via is the next hop, or zero if there is none.
 func (k *kernel) route(to netip.Prefix, via netip.Addr, dev string) error {
 	link, err := k.nl.LinkByName(dev)
 	if err != nil {
@@ -181,11 +182,11 @@ func removeNamespace(path string) error {
 	return err
 }
 
-// removeCovered removes a name whose namespace mount is hidden by another mount of the directory.
-// ip-netns(8) causes this if it finds no mount point at /run/netns: it binds the directory to
-// itself, which hides the mounts inside. In its own mount namespace, the calling thread can
-// remove the upper mount. Unlinking the name then unmounts it in all mount namespaces (Linux 3.18
-// and later).
+// removeCovered removes a namespace's name after ip-netns(8) has hidden its mount. If ip-netns(8)
+// finds no mount point at /run/netns, it binds the directory to itself, which hides the mounts
+// inside. The calling thread removes the upper mount in its own mount namespace. When it then
+// unlinks the name, the kernel unmounts the namespace in all mount namespaces (Linux 3.18 and
+// later).
 func removeCovered(path string) error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return os.NewSyscallError("unshare", err)
@@ -195,7 +196,7 @@ func removeCovered(path string) error {
 	}
 	for {
 		switch err := unix.Unmount(filepath.Dir(path), unix.MNT_DETACH); {
-		case errors.Is(err, unix.EINVAL): // not a mount point any more: all upper mounts are removed
+		case errors.Is(err, unix.EINVAL): // the directory is no longer a mount point, because all upper mounts are removed
 			_ = unix.Unmount(path, unix.MNT_DETACH) // after an error, os.Remove reports the reason
 			return os.Remove(path)
 		case err != nil:

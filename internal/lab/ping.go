@@ -17,7 +17,7 @@ import (
 type PingOptions struct {
 	Source netip.Addr    // source address; zero: the kernel chooses
 	Size   int           // octets of data after the ICMP header, 16 to 65507; default 56
-	TTL    int           // default: the kernel's, 64
+	TTL    int           // default: the kernel's default, 64
 	Wait   time.Duration // timeout for the answer; default 1 s
 }
 
@@ -35,7 +35,7 @@ func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) 
 			break
 		}
 		var refused *ping.Error
-		if errors.As(err, &refused) { // the error arrived early, so wait for the rest of the interval
+		if errors.As(err, &refused) { // the request failed before its timeout, so wait for the rest of the interval
 			select {
 			case <-ctx.Done():
 			case <-time.After(time.Second):

@@ -13,8 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Fixed networks and addresses. They are the same in every lab, because each lab has its own
-// namespaces.
+// Fixed networks and addresses. All labs use the same, because each lab has its own namespaces.
 var (
 	underlayNetwork = netip.MustParsePrefix("172.30.0.0/16")     // cluster n uses 172.30.n.0/24
 	onPremNetwork   = netip.MustParsePrefix("192.168.77.0/24")   // behind node 1 of every cluster
@@ -83,11 +82,12 @@ type Spec struct {
 type ClusterSpec struct {
 	// Name is up to 7 lower-case letters and digits, unique in the lab. Default "a", "b", ...
 	Name string `json:"name"`
-	// ID is the cluster's identity. Default: a UUID derived from Name.
+	// ID is the cluster's ID. Default: a UUID derived from Name.
 	ID string `json:"id,omitempty"`
 	// PodCIDR may equal that of other clusters. Default 10.244.0.0/16.
 	PodCIDR netip.Prefix `json:"podCIDR"`
-	// ExternalCIDR is, by default, a network of PodCIDR's length that Liqo's IPAM would choose.
+	// ExternalCIDR must not overlap PodCIDR. Default: the choice of Liqo's IPAM, with PodCIDR's
+	// length.
 	ExternalCIDR netip.Prefix `json:"externalCIDR"`
 	// Nodes is the number of nodes, 1 to 99. Default 1.
 	Nodes int `json:"nodes,omitempty"`
@@ -96,14 +96,14 @@ type ClusterSpec struct {
 	PodsPerNode int `json:"podsPerNode,omitempty"`
 	// Tunnels is the number of tunnels of the cluster's gateway. Default: Spec.Tunnels.
 	Tunnels int `json:"tunnels,omitempty"`
-	// GatewayPods is the number of nodes, from the first on, that get a pod for a gateway. Default:
-	// 0, gateways use their node's network.
+	// GatewayPods is the number of nodes, counted from the first, that get a pod for a gateway.
+	// Default: 0, which means that gateways use their node's network.
 	GatewayPods int `json:"gatewayPods,omitempty"`
 	// Control adds a host for the cluster's control plane.
 	Control bool `json:"control,omitempty"`
-	// Bare leaves the pod network to the caller: pods are namespaces without a device, nodes have no
-	// routes to pods, and no node masquerades. The PodCIDR may then be in the cluster's part of the
-	// underlay.
+	// Bare leaves the pod network to the caller. Pods are namespaces without a device, nodes have
+	// no routes to pods, and no node masquerades. The PodCIDR may then be in the cluster's part of
+	// the underlay.
 	Bare bool `json:"bare,omitempty"`
 }
 
@@ -116,8 +116,8 @@ func (s Spec) Check() error {
 	return err
 }
 
-// withDefaults returns a copy of the spec with default values filled in. The error names every
-// mistake in the spec.
+// withDefaults returns a copy of the spec with default values. The error names every mistake in the
+// spec.
 func (s Spec) withDefaults() (Spec, error) {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -249,8 +249,8 @@ func nodeSlice(podCIDR netip.Prefix, nodes, i int) netip.Prefix {
 	return netip.PrefixFrom(offset(podCIDR.Addr(), i<<(32-length)), length)
 }
 
-// podAddr returns the address of pod j, counted from 0, in a node's slice. The slice's first host
-// address belongs to the node.
+// podAddr returns the address of pod j, counted from 0, in a node's part of the PodCIDR. The first
+// host address in that part belongs to the node.
 func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 	if 1+firstHostNumber+pods < 1<<(32-slice.Bits()) {
 		return offset(slice.Addr(), firstHostNumber+1+j)
@@ -258,7 +258,8 @@ func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 	return offset(slice.Addr(), 2+j)
 }
 
-// gatewayAddr returns the address of a gateway's pod in a node's slice: the last host address.
+// gatewayAddr returns the address of a gateway's pod: the last host address in its node's part of
+// the PodCIDR.
 func gatewayAddr(slice netip.Prefix) netip.Addr {
 	return offset(slice.Addr(), 1<<(32-slice.Bits())-2)
 }
@@ -289,8 +290,8 @@ func defaultClusterName(i int) string {
 	return fmt.Sprintf("c%d", i+1)
 }
 
-// clusterID derives a UUID (in the form of version 4) from a cluster's name, so that the files of
-// equal labs are equal.
+// clusterID derives a UUID (in the form of version 4) from a cluster's name, so that labs with the
+// same Spec have the same files.
 func clusterID(name string) string {
 	h := sha256.Sum256([]byte("isthmus lab cluster " + name))
 	h[6] = h[6]&0x0f | 0x40

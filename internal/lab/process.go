@@ -12,13 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// environment is the environment variable that marks processes started inside a lab. Its value is
-// the lab's name.
+// environment is the environment variable that marks processes that were started inside a lab, and
+// their children. Its value is the lab's name.
 const environment = "ISTHMUS_LAB"
 
-// A crowd is the set of processes that belong to a lab. These are processes whose main thread is
-// in one of its namespaces, and processes that Host.Command started, whatever namespaces their
-// threads are in.
+// A crowd is the set of processes that belong to a lab. It contains each process whose main thread
+// is in a namespace of the lab. It also contains each process that was started inside the lab, even
+// if that process has changed its namespace; see environment.
 type crowd struct {
 	namespaces map[uint64]bool
 	mark       []byte
@@ -37,7 +37,7 @@ func crowdOf(lab string) crowd {
 func (c crowd) has(pid int) bool {
 	dir := filepath.Join("/proc", strconv.Itoa(pid))
 	ino, ok := nsfsInode(filepath.Join(dir, "ns/net"))
-	if !ok { // a zombie or a kernel thread; the other threads of a zombie may still hold its sockets
+	if !ok { // a zombie or a kernel thread; other threads of a zombie may still hold sockets
 		threads, _ := filepath.Glob(filepath.Join(dir, "task/*/ns/net"))
 		return slices.ContainsFunc(threads, func(path string) bool {
 			ino, ok := nsfsInode(path)
@@ -51,7 +51,7 @@ func (c crowd) has(pid int) bool {
 	return err == nil && slices.ContainsFunc(bytes.Split(env, []byte{0}), func(v []byte) bool { return bytes.Equal(v, c.mark) })
 }
 
-// members returns the process IDs of the crowd, without the calling process.
+// members returns the process IDs of the crowd, except that of the calling process.
 func (c crowd) members() []int {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -66,9 +66,9 @@ func (c crowd) members() []int {
 	return pids
 }
 
-// signal sends sig to a member. Another process may have got the process ID since it was read. A
-// pidfd always refers to the same process, so signal checks the membership again once it has a
-// pidfd.
+// signal sends sig to a member. The kernel may have given the process ID to another process since
+// the caller read it. A pidfd always refers to the same process, so signal opens one and then
+// checks the membership again.
 func (c crowd) signal(pid int, sig unix.Signal) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {

@@ -12,7 +12,8 @@ import (
 
 // publish adds NAT rules for a pod to the calling thread's node, as the CNI plugins bridge and
 // portmap do. Packets from the pod to destinations outside of the pod network get the uplink's
-// address. UDP packets from the uplink to the ports first to first+ports-1 go to the pod.
+// address. UDP packets that arrive at the uplink for the ports first to first+ports-1 go to the
+// pod.
 func publish(pod netip.Addr, pods netip.Prefix, first, ports uint16) error {
 	c, err := nftables.New()
 	if err != nil {

@@ -24,23 +24,23 @@ import (
 //	                   │ tap
 //	                   └─► filter in the kernel ─► reader: leak?
 //
-// Every node's port has a tap, a packet socket, which receives each packet of the node once. A
-// packet for a peer can leave a node only through eth0. The node's other devices lead to its own
-// pods, to the server outside the cluster, into the overlay and into the gateway. Control planes
-// are not watched, because they forward no packets for peers.
+// Every node's port has a tap: a packet socket that receives each packet of the node once. A packet
+// for a peer can leave a node only through eth0. The node's other devices lead to its own pods, to
+// the server outside the cluster, into the overlay and into the gateway. Control planes are not
+// watched, because they forward no packets for peers.
 //
 // Its methods may be called concurrently.
 type Sniffer struct {
 	refresh       func(*Cluster)
 	kernel        *kernel             // namespace of the underlay
-	nodes         map[string]*Cluster // by name of the node, which is also the name of its port
+	nodes         map[string]*Cluster // by name of the node; its port has the same name
 	done          chan struct{}       // closed when there are no more link notifications
 	running       sync.WaitGroup
 	readersAtWork atomic.Int32 // readers that process a frame now
 
 	mu             sync.Mutex
 	watches        map[*Cluster]*watch
-	addedAddrs     map[*Cluster][]netip.Addr // addresses that nodes have or had in addition to those of the lab
+	addedAddrs     map[*Cluster][]netip.Addr // addresses that nodes got after the start of the lab, even if they have lost them again
 	taps           map[string]*tap           // by name of the port
 	removedPackets uint64                    // packets of removed ports
 	report         Report
@@ -54,8 +54,8 @@ type tap struct {
 	cluster *Cluster
 	port    string
 	index   int
-	before  uint64 // packets received by the port before the tap was opened
-	packets uint64 // packets received since then, as last counted
+	before  uint64 // number of packets that the port had received when the tap was opened
+	packets uint64 // number of packets since then, at the last call of count
 	file    *os.File
 	socket  syscall.RawConn
 	done    chan struct{} // closed when the reader has processed all frames
@@ -63,12 +63,12 @@ type tap struct {
 
 // A Report is the result of a Sniffer.
 type Report struct {
-	// Packets counts the packets sent by the nodes. A superpacket counts once. The last packets of a
-	// removed port may be missing.
+	// Packets counts the packets that nodes have sent. A superpacket counts once. The last packets
+	// of a removed port may be missing.
 	Packets uint64
-	Leaked  int    // packets in the clear
+	Leaked  int    // number of packets in the clear
 	Leaks   []Leak // the first hundred leaks
-	Excused int    // leaks that Excuse has removed, not included in Leaked
+	Excused int    // number of leaks that Excuse has removed; Leaked does not include them
 }
 
 // A Leak is a packet that a node sent in the clear.
@@ -105,11 +105,12 @@ func (r Report) err() error {
 	return fmt.Errorf("%v; want none:%s", r, text.String())
 }
 
-// Sniff starts to watch the underlay. Before Watch specifies networks, no packet is a leak. If
-// refresh is not nil, the Sniffer calls it for each packet that looks like a leak, and then checks
-// the packet again. refresh may block, and should call Watch with current networks. This avoids
-// false leaks after a peer is removed, because the nodes may process the removal before the caller
-// of Watch does. The caller must close the Sniffer before the lab.
+// Sniff starts to watch the underlay. Until Watch specifies networks, no packet counts as a leak.
+// The nodes may process the removal of a peer before the caller of Watch does, and then a packet
+// may look like a leak without being one. Therefore, if refresh is not nil, the Sniffer calls
+// refresh for each packet that looks like a leak, and then checks the packet again. refresh should
+// call Watch with the current networks, and may block. The caller must close the Sniffer before the
+// lab.
 func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, addedAddrs: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
@@ -141,8 +142,8 @@ func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	return s, nil
 }
 
-// Watch replaces the description of the packets that the nodes of a cluster must not send. Close
-// returns errors of Watch.
+// Watch replaces the description of the packets that the nodes of a cluster must not send. If that
+// fails, Close returns the error.
 func (s *Sniffer) Watch(c *Cluster, what Watched) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,7 +171,7 @@ func (s *Sniffer) Report() Report {
 	return s.report
 }
 
-// settle waits until all packets sent so far have been processed, for at most a minute.
+// settle waits until all packets sent so far have been processed, but at most a minute.
 func (s *Sniffer) settle() {
 	for quiet, deadline := 0, time.Now().Add(time.Minute); quiet < 3 && time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
 		if quiet++; s.readersAtWork.Load() > 0 || s.waiting() {
@@ -184,7 +185,7 @@ func (s *Sniffer) waiting() (found bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, t := range s.taps {
-		_ = t.socket.Control(func(fd uintptr) { // fails if the tap is closed, which then has no frames
+		_ = t.socket.Control(func(fd uintptr) { // fails if the tap is closed, and then there are no frames
 			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 			found = found || err == nil && n > 0
 		})
@@ -192,8 +193,8 @@ func (s *Sniffer) waiting() (found bool) {
 	return found
 }
 
-// Take returns the leaks so far and removes them from the report, for a test that causes leaks on
-// purpose.
+// Take returns the leaks so far and removes them from the report. It is for tests that cause leaks
+// on purpose.
 func (s *Sniffer) Take() []Leak {
 	s.settle()
 	s.mu.Lock()
@@ -203,8 +204,8 @@ func (s *Sniffer) Take() []Leak {
 	return leaks
 }
 
-// Excuse removes the leaks for which isKnown returns true from the report, counts them as Excused,
-// and returns them.
+// Excuse removes from the report each leak for which isKnown returns true. It counts these leaks as
+// Excused and returns them.
 func (s *Sniffer) Excuse(isKnown func(Leak) bool) (excused []Leak) {
 	s.settle()
 	s.mu.Lock()
@@ -223,8 +224,8 @@ func (s *Sniffer) Excuse(isKnown func(Leak) bool) (excused []Leak) {
 	return excused
 }
 
-// Close stops the Sniffer after all packets sent so far have been processed. The error lists the
-// leaks, and errors that made the Sniffer miss packets. A second call returns the same error.
+// Close stops the Sniffer after all packets sent so far have been processed. The error contains the
+// leaks, and all errors that made the Sniffer miss packets. A second call returns the same error.
 func (s *Sniffer) Close() error {
 	s.closing.Do(func() {
 		s.mu.Lock()
@@ -260,7 +261,7 @@ func (s *Sniffer) count() {
 	n := s.removedPackets
 	for name, t := range s.taps {
 		link, err := s.kernel.nl.LinkByName(name)
-		if err == nil && link.Attrs().Index == t.index { // not equal while the port is being removed; a notification will follow
+		if err == nil && link.Attrs().Index == t.index { // otherwise the port is being removed; a notification will follow
 			t.packets = received(link) - t.before
 		}
 		n += t.packets
@@ -281,7 +282,7 @@ func (s *Sniffer) follow(news <-chan netlink.LinkUpdate) {
 	for u := range news {
 		name := u.Attrs().Name
 		switch {
-		// Notifications of the bridge family are only about the port's membership in a bridge.
+		// A notification of the bridge family is only about a port's membership in the bridge.
 		case s.nodes[name] == nil || u.Family == unix.AF_BRIDGE:
 		case u.Header.Type == unix.RTM_DELLINK:
 			s.untap(name, u.Attrs().Index)
@@ -343,7 +344,7 @@ func (s *Sniffer) read(t *tap) {
 		}
 		s.checkFrame(t, buf[:n])
 	}
-	_ = t.socket.Control(func(fd uintptr) { // cannot fail: the file is closed later
+	_ = t.socket.Control(func(fd uintptr) { // cannot fail, because the file is closed later
 		for {
 			n, err := unix.Read(int(fd), buf)
 			if errors.Is(err, unix.ENETDOWN) || errors.Is(err, unix.EINTR) {
@@ -365,7 +366,7 @@ func (s *Sniffer) read(t *tap) {
 	})
 }
 
-// checkFrame checks one frame for a leak and records it.
+// checkFrame checks one frame, and records a leak if it finds one.
 func (s *Sniffer) checkFrame(t *tap, frame []byte) {
 	s.readersAtWork.Add(1)
 	defer s.readersAtWork.Add(-1)
@@ -373,7 +374,7 @@ func (s *Sniffer) checkFrame(t *tap, frame []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, _, leaks := s.watches[t.cluster].leak(frame)
-	if leaks && s.report.Leaked < maxLeaks { // confirm only the first leaks of a flood
+	if leaks && s.report.Leaked < maxLeaks { // in a flood of leaks, confirm only the first ones
 		s.mu.Unlock()
 		s.findNodes(t.cluster)
 		if s.refresh != nil {
@@ -390,9 +391,9 @@ func (s *Sniffer) checkFrame(t *tap, frame []byte) {
 	}
 }
 
-// findNodes reads the current underlay addresses of a cluster's nodes from their kernels. An
-// additional address becomes an endpoint of the overlay, even after the node has lost the address,
-// because packets may still be in flight.
+// findNodes reads the current underlay addresses of a cluster's nodes from their kernels. A new
+// address counts as an endpoint of the overlay from then on, even after the node has lost it,
+// because packets with that address may still be in flight.
 func (s *Sniffer) findNodes(c *Cluster) {
 	var have []netip.Addr
 	for _, n := range c.Nodes {
@@ -467,7 +468,7 @@ func (t *tap) open(underlay *Host, w *watch) error {
 	return nil
 }
 
-// attach replaces the socket's filter by the filter of a watch.
+// attach replaces the socket's filter by that of w.
 func (t *tap) attach(w *watch) error {
 	program, err := bpf.Assemble(w.filter())
 	if err != nil {

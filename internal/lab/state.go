@@ -43,16 +43,15 @@ type state struct {
 	Mappings   []mapping `json:"mappings"`
 }
 
-// join is a pair of clusters with the networks that each uses for the other.
+// join is a pair of clusters, with the networks that each uses for the other.
 type join struct {
 	A   string `json:"a"`
 	B   string `json:"b"`
-	AtA View   `json:"atA"` // B's networks as A sees them
+	AtA View   `json:"atA"` // the networks that A uses for B
 	AtB View   `json:"atB"`
 }
 
-// mapping is an address of a cluster's ExternalCIDR that is mapped to an endpoint outside its
-// pods.
+// mapping maps an address of a cluster's ExternalCIDR to an endpoint outside the cluster's pods.
 type mapping struct {
 	Cluster  string     `json:"cluster"`
 	Real     netip.Addr `json:"real"`
@@ -88,7 +87,7 @@ func lockAll() (unlock func(), err error) {
 			file.Close()
 			return nil, err
 		}
-		// The previous holder may have removed the file for whose lock we waited.
+		// While this process waited for the lock, the previous holder may have removed the file.
 		if !isFile(file, path) {
 			file.Close()
 			continue
@@ -143,8 +142,8 @@ func acquire(name string) (*os.File, error) {
 	return file, nil
 }
 
-// names returns the names of all labs that have files or namespaces, whether or not their owner is
-// alive.
+// names returns the names of all labs that have files or namespaces, even of labs whose owner has
+// ended.
 func names() ([]string, error) {
 	var all []string
 	dirs, err := os.ReadDir(stateDir)
@@ -191,8 +190,8 @@ func (s state) write() error {
 	return writeFile(filepath.Join(dirOf(s.Spec.Name), stateFile), append(data, '\n'), 0o644)
 }
 
-// writeFile replaces a file atomically, so that a concurrent reader sees either the old or the
-// new content. The temporary file has a name that readers of a configuration directory ignore.
+// writeFile replaces a file atomically, so that a concurrent reader sees either the old or the new
+// content. Programs that read a configuration directory ignore the name of the temporary file.
 func writeFile(path string, data []byte, perm fs.FileMode) error {
 	part, err := os.CreateTemp(filepath.Dir(path), ".new-*")
 	if err != nil {

@@ -1,5 +1,5 @@
-// Package leaktest is goleak with longer timeouts. On a busy machine, ending goroutines may take
-// longer than the half second that goleak waits.
+// Package leaktest is goleak with longer timeouts. goleak waits half a second, but on a busy
+// machine goroutines may need longer to end.
 package leaktest
 
 import (

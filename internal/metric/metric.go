@@ -19,11 +19,11 @@ type Family struct {
 	Name   string // including Prefix
 	Help   string // one sentence
 	Type   dto.MetricType
-	Labels []string // label names of its series
+	Labels []string // names of the labels of its series
 	desc   *prometheus.Desc
 }
 
-// A Catalogue has the families that a package declares. Package variables fill it at
+// A Catalogue has the families that a package declares. The package's variables fill it at
 // initialization. Afterwards it is read-only.
 type Catalogue struct{ families []*Family }
 
@@ -61,8 +61,8 @@ func (c *Catalogue) Describe(out chan<- *prometheus.Desc) {
 	}
 }
 
-// Sample returns one series of a gauge or a counter. values are the label values in the order of
-// Labels.
+// Sample returns one series of a gauge or a counter. values are the values of the labels, in the
+// order of Labels.
 func (f *Family) Sample(v float64, values ...string) prometheus.Metric {
 	kind := prometheus.GaugeValue
 	if f.Type == dto.MetricType_COUNTER {

@@ -1,6 +1,7 @@
-// Package netconfig has the two halves of an exchange with a peer: the copy of our
-// NetworkConfig that is written to the peer's cluster, and the answer that the peer writes into
-// the copy's status. The manager's replication and package peering use it. It has no state.
+// Package netconfig has the functions for the exchange of a NetworkConfig with a peer. We write a
+// copy of our NetworkConfig to the peer's cluster, and the peer writes its answer into the copy's
+// status. The manager's replication and package peering use these functions. The package has no
+// state.
 package netconfig
 
 import (
@@ -13,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// CopyOf returns the copy to create in the peer's cluster. It omits the labels and annotations
-// that tools of this cluster set on the original. They have no meaning there, and Isthmus
+// CopyOf returns the copy to create in the peer's cluster. It omits the labels and annotations that
+// tools of this cluster set on the original. They have no meaning at the peer, and an Isthmus there
 // refuses such labels.
 func CopyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
@@ -35,8 +36,9 @@ func AnswerTo(original, c *v1alpha1.NetworkConfig) (v1alpha1.NetworkConfigStatus
 }
 
 // answers reports whether the status of the copy answers the current version of the original.
-// Isthmus records the generation that it has answered. Liqo does not, but after Liqo has answered a
-// copy, that copy never gets other networks; see stale in manager/replication.
+// Isthmus records which generation it has answered. Liqo does not, so for Liqo it is sufficient
+// that the networks are the same: a copy that Liqo has answered never gets other networks (see
+// stale in manager/replication).
 func answers(c, original *v1alpha1.NetworkConfig) bool {
 	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
 		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)
@@ -49,11 +51,11 @@ func SameNetworks(a, b *v1alpha1.NetworkConfig) bool {
 	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
 }
 
-// MaxAnswer is the maximum length of a peer's message about its refusal, in octets. It suffices
-// for one problem in each field of a NetworkConfig.
+// MaxAnswer is the maximum length, in octets, of the message in which a peer explains a refusal. It
+// is long enough for one problem in each field of a NetworkConfig.
 const MaxAnswer = 4096
 
-// AnswerOf returns the part of the copy's status that this cluster uses: the answer, and
+// AnswerOf returns those fields of the copy's status that this cluster uses: the answer, and
 // whether the peer accepts our NetworkConfig.
 func AnswerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
 	answer := v1alpha1.NetworkConfigStatus{

@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// RESTConfig returns the configuration to reach the API server: from a kubeconfig file or, if
-// the path is empty, from the ServiceAccount of the Pod.
+// RESTConfig returns the configuration for the API server, from a kubeconfig file. If the path is
+// empty, it uses the ServiceAccount of the Pod.
 func RESTConfig(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig == "" {
 		config, err := rest.InClusterConfig()
@@ -47,9 +47,9 @@ const (
 // ErrUnknown is returned when the API server has answered, but there is no identity.
 var ErrUnknown = errors.New("the identity of this cluster is unknown")
 
-// Identify returns the identity of this cluster. Empty fields of configured are read from the
+// Identify returns the identity of this cluster. It reads empty fields of configured from the
 // ConfigMap in the namespace of the installation. If the ConfigMap has no ID either, the ID is the
-// UID of the namespace kube-system, which exists as long as the cluster. The name may stay empty.
+// UID of the namespace kube-system, which never changes. The name may stay empty.
 func Identify(ctx context.Context, reader client.Reader, namespace string, configured v1alpha1.ClusterIdentity) (id v1alpha1.ClusterIdentity, err error) {
 	id = configured
 	if id.ClusterID == "" || id.ClusterName == "" {
@@ -83,9 +83,8 @@ func Identify(ctx context.Context, reader client.Reader, namespace string, confi
 	return id, nil
 }
 
-// Flag returns the value of the command-line flag --name=value of the first Pod that has this flag.
-// Static Pods of a control plane have their flags in this form. Flag returns "" if no Pod has the
-// flag.
+// Flag returns the value of the command-line flag --name=value of the first Pod that has this flag,
+// or "" if no Pod has it. The static Pods of a control plane have their flags in this form.
 func Flag(pods []corev1.Pod, name string) string {
 	for i := range pods {
 		for _, container := range pods[i].Spec.Containers {

@@ -7,21 +7,22 @@ import (
 	"strings"
 )
 
-// A Command is a shell command that a page asks the reader to run. Lines that end with a
-// backslash, and here-documents, belong to one Command.
+// A Command is a shell command that a page asks the reader to run. Lines that continue after a
+// backslash belong to one Command, and so does a here-document.
 type Command struct {
 	Chapter string // the heading above the command, without its #
 	Text    string // without a comment at the end of the line
 }
 
-// programs matches the beginnings of commands. Other lines of code are output, configuration or a
-// part of a command.
+// programs matches the beginnings of commands. Other lines in a code block are output,
+// configuration or further lines of a command.
 var programs = regexp.MustCompile(`^(?:sudo |\$ )*(?:isthmus|isthmus-lab|kubectl|helm|make|go|nft|skopeo|curl|openssl|envsubst|export|for|ip) `)
 
 // comment matches a comment at the end of a line, in the style of the pages.
 var comment = regexp.MustCompile(`\s+# .*$`)
 
-// Of returns the commands of a page in order. It reads fenced blocks and lines indented by four.
+// Of returns the commands of a page in order. It reads fenced code blocks, and lines indented by
+// four.
 func Of(file string) (all []Command, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {

@@ -40,8 +40,8 @@ func forEachSide(a, b *side, do func(*side) error) error {
 }
 
 // reachable returns an error if the URL of the API server, or of its proxy, works only on this
-// machine. It accepts every URL that a person has chosen. flag is the name of the flag to
-// choose one.
+// machine. It accepts every URL that a person has chosen. flag is the name of the flag that sets
+// the URL, for the error.
 func reachable(c *cluster.Cluster, flag string) error {
 	if c.ServerChosen {
 		return nil
@@ -73,8 +73,8 @@ func thisMachine(u *url.URL) bool {
 	return err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost"
 }
 
-// proxyOf returns the proxy-url of the kubeconfig. It returns nil if there is none, or if a
-// person chose the URL at which the other cluster's manager reaches the API server.
+// proxyOf returns the proxy-url of the kubeconfig, or nil if there is none. It also returns nil if
+// a person chose the URL at which the other cluster's manager reaches the API server.
 func proxyOf(c *cluster.Cluster) (*url.URL, error) {
 	if c.ServerChosen || c.Config.Proxy == nil {
 		return nil, nil //nolint:nilnil // there is none
@@ -82,8 +82,8 @@ func proxyOf(c *cluster.Cluster) (*url.URL, error) {
 	return c.Config.Proxy(&http.Request{URL: &url.URL{Scheme: "https"}}) // the result does not depend on the request
 }
 
-// findPeering reads the Peering that s has for its peer, or prepares a new one. A new Peering
-// gets name or, if that is empty, the peer's unique name.
+// findPeering reads the Peering of s with its peer. If there is none, it prepares one with the
+// given name or, if name is empty, with the peer's unique name.
 func (s *side) findPeering(ctx context.Context, name string) error {
 	var list isthmus.PeeringList
 	if err := s.Client.List(ctx, &list); err != nil {
@@ -111,7 +111,7 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 }
 
 // checkPeering returns an error if the existing Peering is being deleted, or does not match the
-// peer's identity or namespace. A Peering that a person wrote by hand can differ.
+// peer's identity or namespace. A Peering that a person wrote by hand may not match.
 func (s *side) checkPeering() error {
 	p := s.peering
 	switch {

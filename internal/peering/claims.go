@@ -61,8 +61,8 @@ func ParseNetwork(text string) (netip.Prefix, error) {
 func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil && c.Consent == nil }
 
 // Review applies a person's choices about the claim of one peer. Then it reports which networks
-// this cluster uses for the networks that the peer advertises. name is the name of the Peering
-// or of the peer. The error is errConsent if the claim waits for consent.
+// this cluster uses in place of the networks that the peer advertises. name is the name of the
+// Peering or of the peer. The error is errConsent if the claim waits for consent.
 func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
 	if err := c.Identify(ctx); err != nil {
 		return nil, err
@@ -137,8 +137,8 @@ func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	return &claim, nil
 }
 
-// checkConsent returns an error if the consent is to another claim than the current one: the
-// person has not seen the current claim.
+// checkConsent returns an error if the person agreed to a claim that is not the peer's current one,
+// because then the person has not seen the current claim.
 func (s *side) checkConsent(ctx context.Context) error {
 	want := s.claims.Consent
 	if want == nil {
@@ -160,8 +160,8 @@ func (s *side) checkConsent(ctx context.Context) error {
 	return nil
 }
 
-// applyTo applies the choices to the claims in have. It returns the resulting claims and the fields
-// that have changed.
+// applyTo returns have with the changes that c, a person's choices, requires. It also returns the
+// changed fields, with their new values.
 func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	changed := map[string]any{}
 	for _, p := range c.Allowed {
@@ -184,7 +184,8 @@ func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	return have, changed
 }
 
-// setClaims writes the choices into an existing Peering, if they change it.
+// setClaims writes the person's choices into an existing Peering, unless the Peering already has
+// them.
 func (s *side) setClaims(ctx context.Context) (string, error) {
 	if !s.exists || s.claims.none() {
 		return "", nil
@@ -227,7 +228,7 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(changes, ", ")), nil
 }
 
-// show reports which networks s uses for its peer's advertised networks, and the reason.
+// show reports which networks s uses in place of its peer's advertised networks, and the reason.
 func (s *side) show(report func(string)) {
 	n := s.peering.Status.Remote
 	for _, network := range []struct{ what, own, here, why string }{
@@ -251,8 +252,8 @@ func (s *side) show(report func(string)) {
 // errConsent is returned when the peer's claim needs a person's consent.
 var errConsent = errors.New("consent is needed")
 
-// consentError returns errConsent with the manager's message if the Peering of s waits for consent
-// to the current claim.
+// consentError returns errConsent with the manager's message if the Peering of s waits for a person
+// to agree to the current claim.
 func (s *side) consentError(ctx context.Context) error {
 	c := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil || c.Reason != v1alpha1.ReasonConsent {
@@ -264,7 +265,7 @@ func (s *side) consentError(ctx context.Context) error {
 			return err
 		}
 		if have != nil && given.PodCIDR == have.Pod.String() && given.ExternalCIDR == have.External.String() {
-			return nil // there is consent to this claim, but the manager has not read it yet
+			return nil // the person agreed to this claim, but the manager has not processed that yet
 		}
 	}
 	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, errConsent, safetext.Cut(c.Message, safetext.Message), s.Context)

@@ -69,8 +69,8 @@ func life(d time.Duration) string {
 	return fmt.Sprintf("%.0f days", math.Round(d.Hours()/24))
 }
 
-// allowAudiences lets the peer of s request further tokens with the audiences of this token,
-// which are those of the API server, and with no other audiences.
+// allowAudiences lets the peer of s request further tokens, but only with the audiences of this
+// token. These are the audiences of the API server.
 func (s *side) allowAudiences(ctx context.Context, token string) (string, error) {
 	want := strings.Join(claimsOf(token).Audiences, ",")
 	var namespace corev1.Namespace
@@ -90,8 +90,8 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
 
-// identityProblem returns the token that s has, and the reason why s needs a new identity,
-// or "" if s needs none. It asks the peer's API server whether it accepts the token.
+// identityProblem returns the token of s, and the reason why s needs a new identity, or "" if s
+// needs none. It verifies the token by a request to the peer's API server.
 func (s *side) identityProblem(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
 	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
@@ -166,9 +166,9 @@ func claimsOf(token string) (c claims) {
 	return c
 }
 
-// tokenProblem compares a token with peerAccount and asks the API server about the
-// token. The API server's answer alone is not enough: for some seconds it still accepts a token
-// of a deleted ServiceAccount.
+// tokenProblem returns the reason why the API server of s does not accept a token of peerAccount,
+// or "" if it does. Besides a request with the token, it compares the ServiceAccount's UID, because
+// the API server accepts a token for some seconds after its ServiceAccount was deleted.
 func (s *side) tokenProblem(ctx context.Context, token string) (string, error) {
 	var account corev1.ServiceAccount
 	if err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
@@ -187,7 +187,7 @@ func (s *side) tokenProblem(ctx context.Context, token string) (string, error) {
 	switch {
 	case apierrors.IsUnauthorized(err):
 		return "the old one was revoked or had expired", nil
-	case apierrors.IsForbidden(err): // the token is valid, but has no permission to review itself
+	case apierrors.IsForbidden(err): // the token is valid, but its account may not create a SelfSubjectReview
 		return "", nil
 	case err != nil:
 		return "", s.Explain("check of the new identity", err)

@@ -20,7 +20,7 @@ import (
 
 // checkPath returns an error if the peer's manager cannot reach the API server of s. A manager that
 // uses the tunnel (in-band) always can. If the manager of s uses the tunnel, checkPath also reads
-// inBandCA, with which that manager verifies the peer's API server.
+// inBandCA, the certificates with which the manager of s verifies the peer's API server.
 func (s *side) checkPath(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error
@@ -37,8 +37,8 @@ func (s *side) checkPath(ctx context.Context, flag string) error {
 	return reachable(s.Cluster, flag)
 }
 
-// ownAuthority returns, in PEM, the certificates with which Pods verify the API server of their
-// cluster.
+// ownAuthority returns the certificates, in PEM, with which the Pods of a cluster verify their API
+// server.
 func ownAuthority(ctx context.Context, c *cluster.Cluster) ([]byte, error) {
 	published := &corev1.ConfigMap{}
 	name := client.ObjectKey{Namespace: c.Namespace, Name: isthmus.ConfigMapRootCA}
@@ -49,13 +49,14 @@ func ownAuthority(ctx context.Context, c *cluster.Cluster) ([]byte, error) {
 		return nil, c.Explain("ConfigMap "+name.String(), err)
 	}
 	ca := published.Data["ca.crt"]
-	if ca == "" { // with the system's certificates, another server could pass for this one
+	if ca == "" { // without these certificates, the manager would accept any server that has a certificate of the system's authorities
 		return nil, fmt.Errorf("ConfigMap %s of %s has no ca.crt", name, c)
 	}
 	return []byte(ca), nil
 }
 
-// identityWith returns the kubeconfig with which our manager uses the peer's API server.
+// identityWith returns the kubeconfig, with this token, that our manager uses for the peer's API
+// server.
 func (s *side) identityWith(token string) ([]byte, error) {
 	if !s.inBand {
 		return kubeconfigFor(s.peer.Cluster, token, s.peer.namespace)
@@ -63,8 +64,8 @@ func (s *side) identityWith(token string) ([]byte, error) {
 	return kubeconfigWith(s.peer.Cluster, &clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
 }
 
-// setInBand sets spec.inBand of an existing Peering to value. It does nothing if s.inBand differs
-// from value, or if the Peering already has the value.
+// setInBand sets spec.inBand of an existing Peering to value. It does nothing if the Peering
+// already has the value, or if s.inBand, the desired value, is another one.
 func (s *side) setInBand(ctx context.Context, value bool) (string, error) {
 	if !s.exists || s.inBand != value || s.peering.Spec.InBand == value {
 		return "", nil
@@ -80,15 +81,14 @@ func (s *side) setInBand(ctx context.Context, value bool) (string, error) {
 }
 
 // published reports whether our manager has reached the peer's API server and published our
-// NetworkConfig there. The condition Ready does not imply that, because Ready is true as soon as
-// traffic flows.
+// NetworkConfig there. The condition Ready does not imply that: it only means that traffic flows.
 func (s *side) published(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
 // carry does the work of our manager until there is a tunnel: it copies our NetworkConfig to the
-// peer, and the peer's answer back. It sets carried once the peer has our NetworkConfig with
-// spec.inBand. Before that, the conditions may still describe the path outside the tunnel.
+// peer, and the peer's answer back. It sets s.carried once the peer's copy requests in-band. Before
+// that, the conditions may still describe the path outside the tunnel.
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}

@@ -26,18 +26,18 @@ import (
 type teardown struct {
 	*cluster.Cluster
 	peer      v1alpha1.ClusterIdentity
-	peering   string // name of the Peering; empty: already deleted
-	namespace string // tenant namespace; empty: not found
-	secret    string // name of the Secret in the tenant namespace with our identity at the peer
+	peering   string // name of the Peering; empty if it is already deleted
+	namespace string // tenant namespace; empty if none was found
+	secret    string // name of the Secret with our identity at the peer, in the tenant namespace
 	remains   string // description of our objects that stay at the peer if nobody waits
 	waitsFor  string // last reason for waiting, with the cluster's name
 	reported  string // last reported text
 	inBand    bool   // spec.inBand
-	carried   bool   // both clusters tear down in-band: the command itself removes each manager's objects at the peer, because the managers lose the tunnel
+	carried   bool   // the peering was in-band, so the managers lose the tunnel: this command removes both managers' objects at the peer
 	abandoned bool   // the lack of a manager has been reported
 }
 
-// findTeardowns finds the peering that o names, and its remains on each side.
+// findTeardowns finds the peering that o names, or its remains, in one or both clusters.
 func findTeardowns(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) ([]*teardown, error) {
 	if remote == nil {
 		if local.Identity.ClusterID == "" { // Uninstall continues without an identity
@@ -91,9 +91,8 @@ func cutHash(name string) string {
 	return name
 }
 
-// teardownOf finds the Peering for which match returns true. If the Peering was already deleted,
-// teardownOf finds the tenant namespace that an earlier run left, for which matchNamespace returns
-// true.
+// teardownOf finds the Peering for which match returns true. If there is none, because an earlier
+// run deleted it, teardownOf finds the tenant namespace for which matchNamespace returns true.
 func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Peering) bool, matchNamespace func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
@@ -129,12 +128,12 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Pee
 	return f, nil
 }
 
-// RemainsOf describes the objects that we leave at the peer if nobody waits for their deletion.
+// RemainsOf describes our objects at the peer that stay there if nobody waits for their deletion.
 func RemainsOf(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) string {
 	server := "its API server"
 	var secret corev1.Secret
 	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
-	if err := c.Client.Get(ctx, key, &secret); err == nil { // without the Secret only the server's name is unknown
+	if err := c.Client.Get(ctx, key, &secret); err == nil { // an error is ignored: without the Secret, only the server's name is missing
 		if config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err == nil && config.Contexts[config.CurrentContext] != nil {
 			if cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]; cluster != nil {
 				server = safetext.Of(cluster.Server)
@@ -206,9 +205,10 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 	return nil
 }
 
-// waitPeeringDeleted waits until the manager has removed its objects. With Force and without a
-// running manager, it removes them itself. Then the networks of the peer stay allocated and refused
-// until the next manager finds that no object names the peer, and releases them.
+// waitPeeringDeleted waits until the manager has removed its objects. If no manager is active and
+// o.Force is set, waitPeeringDeleted removes these objects itself. In that case the networks of the
+// peer stay allocated, and nodes refuse packets for them, until the next manager releases them
+// because no object names the peer.
 func (f *teardown) waitPeeringDeleted(ctx context.Context, o UnpeerOptions) (string, error) {
 	if f.peering == "" {
 		return "", nil
@@ -243,9 +243,9 @@ func (f *teardown) waitPeeringDeleted(ctx context.Context, o UnpeerOptions) (str
 	return "", &errWaiting{what}
 }
 
-// takeDown performs the manager's work without contacting the peer. It deletes the
-// TunnelEndpoint and NetworkConfigs of a Peering that is being deleted, and removes their
-// finalizers and the Peering's own finalizer. Foreign finalizers stay on the Peering.
+// takeDown performs the manager's work for a Peering that is being deleted, without contacting the
+// peer. It deletes the TunnelEndpoint and NetworkConfigs, and removes their finalizers. From the
+// Peering it removes only our finalizer.
 func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	for _, kind := range []string{"TunnelEndpoint", "NetworkConfig"} {
 		o := &unstructured.Unstructured{}
@@ -255,7 +255,7 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 		}
 	}
 	finalizers := p.Finalizers
-	p.Finalizers = nil // Abandon must not remove any finalizer of the Peering
+	p.Finalizers = nil // keeps Abandon from removing finalizers of the Peering
 	if err := Abandon(ctx, f.Cluster, p); err != nil {
 		return err
 	}
@@ -265,7 +265,7 @@ func (f *teardown) takeDown(ctx context.Context, p *isthmus.Peering) error {
 		return nil
 	}
 	err := f.Client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(cluster.FieldManager))
-	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next attempt repeats a failed patch
+	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // after a conflict, the next attempt repeats the patch
 		return f.Explain("finalizer of Peering "+p.Name, err)
 	}
 	return nil

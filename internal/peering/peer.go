@@ -49,10 +49,10 @@ type PeerOptions struct {
 	Report func(line string)
 }
 
-// Peer joins two clusters. On both sides it creates the tenant namespace, the peer's rights,
-// our identity at the peer, and a Peering. Then it waits until traffic flows. It performs all
-// checks before it writes anything. It reports which networks each side uses for the networks
-// that the other advertises, and returns the Peerings as it last read them.
+// Peer joins two clusters. On both sides it creates the tenant namespace, the peer's rights, our
+// identity at the peer, and a Peering. Then it waits until traffic flows. It performs all checks
+// before it writes anything. It reports which networks each side uses in place of the networks that
+// the other side advertises. It returns the Peerings as it last read them.
 func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
 	a, b := &side{Cluster: local, claims: o.Claims, services: o.Services}, &side{Cluster: remote, services: o.Services}
@@ -163,9 +163,10 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 	for _, step := range []func(*side) (string, error){
 		func(s *side) (string, error) { return s.revokeAnother(ctx) },
 		func(s *side) (string, error) { return s.setRights(ctx) },
-		// Set spec.inBand before the identity, and unset it after the identity. While spec.inBand
-		// is set, a manager can use an identity of either kind. While it is unset, the manager can
-		// only use an identity outside the tunnel.
+		// Set spec.inBand before giveIdentity, or unset it after giveIdentity, so that the manager
+		// can always use the identity. While spec.inBand is set, the manager can use an identity of
+		// either kind. While it is unset, the manager can use only an identity for the path outside
+		// the tunnel.
 		func(s *side) (string, error) { return s.setInBand(ctx, true) },
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setInBand(ctx, false) },
@@ -182,7 +183,7 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 	return changed, nil
 }
 
-// onBoth performs a step on both sides and reports the results, first that of a.
+// onBoth performs a step on both sides and reports the results, first the result of a.
 func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (changed bool, err error) {
 	var reports [2]string
 	err = forEachSide(a, b, func(s *side) (err error) {
@@ -209,7 +210,7 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &have); err != nil && !apierrors.IsNotFound(err) {
 		return "", s.Explain("Namespace "+s.namespace, err)
 	} else if err != nil || have.Labels[cluster.LabelManagedBy] == cluster.ManagedBy {
-		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // do not mark a namespace that existed before, so that it is not deleted later
+		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // a namespace that existed before gets no label, so that `isthmus unpeer` does not delete it
 	}
 	var done []string
 	fresh := false
@@ -252,12 +253,12 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
 }
 
-// A waiter reads the Peerings of one or both sides until the goal is true for each, and reports
-// conditions that become true. It does not wait for a person: it ends when a claim needs
-// consent.
+// A waiter polls the Peerings of one or both sides until the goal is true for each. It reports
+// conditions that become true. It stops if a claim needs consent, because it does not wait for a
+// person.
 type waiter struct {
 	sides  []*side
-	goal   string // a condition of the Peering
+	goal   string // type of the condition to wait for
 	report func(string)
 	quiet  bool // do not report conditions that are true at first
 

@@ -22,8 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// pinOf returns annotations that distinguish a cluster from an impostor with the same ID and
-// name.
+// pinOf returns annotations that distinguish a cluster from another one with the same ID and name.
 func pinOf(c *cluster.Cluster) (map[string]string, error) {
 	ca, err := authorityOf(c)
 	if err != nil {
@@ -48,9 +47,9 @@ func fingerprint(ca []byte) string {
 	return "sha256:" + hex.EncodeToString(sum[:])
 }
 
-// checkPin returns an error if the peer is not the pinned cluster, unless replace is set. A
-// Peering without a pin, which a person wrote, accepts any cluster. A cluster with another
-// certificate authority is the same cluster if it has the identity that we issued to it.
+// checkPin returns an error if the peer is not the pinned cluster, unless replace is set. A Peering
+// that a person wrote has no pin, and accepts any cluster. If only the certificate authority
+// differs, the peer is still the pinned cluster if it has the identity that we issued to it.
 func (s *side) checkPin(ctx context.Context, replace bool) error {
 	pin, err := pinOf(s.peer.Cluster)
 	if err != nil {
@@ -88,8 +87,8 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 		s.Cluster, s.peer.Context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
-// holdsItsIdentity reports whether s has a token that its peer accepts. Only the cluster for
-// which the peer issued the token has it.
+// holdsItsIdentity reports whether s has a token that its peer accepts. The token proves that s is
+// the cluster to which the peer issued it.
 func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 	var secret corev1.Secret
 	err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
@@ -122,8 +121,8 @@ func tokenIn(kubeconfig []byte) string {
 	return ""
 }
 
-// revokeAnother revokes all tokens of the previous peer. It also revokes all tokens if there is no
-// Peering, because then nothing shows to whom they were issued.
+// revokeAnother revokes all tokens of the previous peer. It also does so if there is no Peering,
+// because then nothing shows to which cluster the tokens were issued.
 func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if s.exists && !s.another {
 		return "", nil

@@ -27,10 +27,10 @@ type ReleaseOptions struct {
 	Report  func(string) // called with a line for each change
 }
 
-// ReleaseGateway makes the active gateway hand over to a standby, and returns once the standby
-// is active. It evicts the Pod of the active gateway, which hands over as it does when its node
-// is drained. The Deployment creates another Pod, the next standby. Without a ready standby,
-// ReleaseGateway changes nothing. The eviction also fails if the PodDisruptionBudget forbids
+// ReleaseGateway makes the active gateway hand over to a standby, and returns once the standby is
+// active. It evicts the Pod of the active gateway, which then hands over as it does when its node
+// is drained. The Deployment creates a replacement, which becomes a standby. Without a ready
+// standby, ReleaseGateway changes nothing. The eviction fails if the PodDisruptionBudget forbids
 // it, for example because the standby has just become unready.
 func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, cluster.ErrNotReady)
@@ -84,8 +84,8 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	}
 }
 
-// unserved reports whether the API server did not answer a request, or had a failure of its own.
-// The API server may have executed the request nevertheless.
+// unserved reports whether the API server did not answer a request, or answered with a server error
+// (5xx). The API server may have executed the request nevertheless.
 func unserved(err error) bool {
 	var status apierrors.APIStatus
 	return errors.Is(err, cluster.ErrUnreachable) || errors.As(err, &status) && status.Status().Code >= http.StatusInternalServerError

@@ -100,7 +100,7 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 }
 
 // abortRotation drops the next key. It returns an error once a peer may have the next key, because
-// that peer forgets the current key when it moves to the next one.
+// a peer that uses the next key no longer accepts the current one.
 func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secret, ring keyring.Ring, report func(string)) error {
 	switch {
 	case ring.Next == ([32]byte{}):
@@ -131,8 +131,8 @@ func writeKeys(ctx context.Context, c *cluster.Cluster, have, want *corev1.Secre
 	return nil
 }
 
-// rotation returns the progress of a rotation. startRing is the ring at its start, and ring is the
-// current ring.
+// rotation returns the progress of a rotation. startRing holds the keys when the rotation started,
+// and ring holds the current keys.
 func rotation(ctx context.Context, c *cluster.Cluster, startRing, ring keyring.Ring, now time.Time) (text string, over bool, err error) {
 	if ring.Private == startRing.Next {
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
@@ -159,8 +159,8 @@ func rotation(ctx context.Context, c *cluster.Cluster, startRing, ring keyring.R
 	return text, false, nil
 }
 
-// movedTo returns the number of peers that have a session with this public key of ours, and the
-// names of the other peers.
+// movedTo returns the number of peers whose session uses public, one of our public keys. It also
+// returns the names of the other peers.
 func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := c.Client.List(ctx, &endpoints); err != nil {

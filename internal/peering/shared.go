@@ -17,8 +17,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// checkServices determines whether this cluster shares services at all. The cluster shares services
-// if it has the admission policy that limits the objects which the manager creates for services.
+// checkServices sets s.shares if the cluster shares services. Such a cluster has the admission
+// policy for the objects that its manager creates for services. checkServices returns an error if a
+// person chose services to share and the cluster does not share any.
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
 	policy.Name = deploy.ManagerServicesPolicy
@@ -36,14 +37,14 @@ func (s *side) checkServices(ctx context.Context) error {
 	return nil
 }
 
-// shared returns the chosen namespaces in the form of a Peering, where the same list is
-// exported and imported.
+// shared returns the chosen namespaces in the format of a Peering, both to export and to import.
 func (s *side) shared() isthmus.Services {
 	all := slices.Clone(s.services)
 	return isthmus.Services{Export: all, Import: all}
 }
 
-// setServices writes the choice into an existing Peering, if the Peering differs.
+// setServices writes the namespaces that a person chose into an existing Peering, unless the
+// Peering already has them.
 func (s *side) setServices(ctx context.Context) (string, error) {
 	if !s.exists || s.services == nil {
 		return "", nil

@@ -16,23 +16,25 @@ import (
 )
 
 const (
-	// peerAccount is the name of the ServiceAccount that the peer uses in a tenant namespace,
-	// and of its Role and RoleBinding. Admission policies recognise the account by this name.
+	// peerAccount is the name of the ServiceAccount that the peer uses, in a tenant namespace. Its
+	// Role and RoleBinding have the same name. Admission policies recognise the account by this
+	// name.
 	peerAccount = "isthmus-peer"
-	// managerRole is the name of the Role and RoleBinding with which our manager reads its
-	// identity at the peer, in a tenant namespace.
+	// managerRole is the name of the Role and RoleBinding, in a tenant namespace, that let our
+	// manager read its identity at the peer and renew it.
 	managerRole = "isthmus-manager-identity"
 	// peerPrecedence puts the FlowSchema of a peer before the FlowSchemas for all
 	// ServiceAccounts (900 and 9000).
 	peerPrecedence = 850
 )
 
-// A side is one cluster of a peering, with the desired objects in this cluster.
+// A side is one cluster of a peering. It has the parameters of the objects to create in this
+// cluster.
 type side struct {
 	*cluster.Cluster
 	peer      *side
 	namespace string            // the tenant namespace in this cluster
-	secret    string            // name of the Secret in the tenant namespace with our identity at the peer
+	secret    string            // name of the Secret with our identity at the peer, in the tenant namespace
 	peering   *isthmus.Peering  // the existing Peering, or the one to create
 	exists    bool              // whether the Peering exists
 	pinned    map[string]string // annotations that identify the peer's cluster
@@ -40,13 +42,14 @@ type side struct {
 	claims    Claims            // a person's choices about the peer's claim
 	shares    bool              // this cluster shares services: `isthmus install --services`
 	inBand    bool              // the managers of both sides use the tunnel
-	inBandCA  []byte            // with inBand: certificates of the peer's API server, in PEM, with which the peer's Pods verify it
-	carried   bool              // with inBand: the peer has our NetworkConfig with spec.inBand
+	inBandCA  []byte            // with inBand: the certificates, in PEM, with which the peer's Pods verify their API server
+	carried   bool              // with inBand: the peer has a copy of our NetworkConfig that requests in-band
 	uncarried error             // error of the last carry
 	services  []string          // namespaces whose services a person chose to share with the peer; nil: no change
 }
 
-// New returns a Peering to create for a cluster.
+// New returns a new Peering with a cluster. local and remote are the tenant namespaces here and at
+// the peer.
 func New(name string, peer v1alpha1.ClusterIdentity, local, remote string) *isthmus.Peering {
 	return &isthmus.Peering{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: ours()},
@@ -68,11 +71,11 @@ func (s *side) tenantNamespace() *corev1.Namespace {
 	}}}
 }
 
-// rights returns the objects that let the peer use only its NetworkConfig here, and our manager
-// read only its identity at the peer.
+// rights returns the objects with the rights in the tenant namespace: those of the peer, and those
+// of our manager to its identity at the peer.
 func (s *side) rights() []client.Object { return append(s.peerRights(), s.managerRights()...) }
 
-// peerRights returns the objects with the peer's rights. RBAC restricts them to the name of the
+// peerRights returns the objects with the peer's rights. RBAC restricts updates to the name of the
 // peer's copy, which is our unique name. So the peer cannot change our original in the same
 // namespace.
 func (s *side) peerRights() []client.Object {
@@ -118,8 +121,8 @@ func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 	}
 }
 
-// partingRole has the rights that the peer keeps during a teardown by both sides: to read and
-// delete its copies. The peer cannot create or update a copy, so it cannot delay the teardown.
+// partingRole has the rights that the peer keeps while both sides tear down: to read and delete its
+// objects. The peer cannot create or update them, so it cannot delay the teardown.
 func (s *side) partingRole() *rbacv1.Role {
 	return s.peerRole(append(s.copyRules("get", "delete"), s.serviceRules("get", "delete")...))
 }

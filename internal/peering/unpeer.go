@@ -28,18 +28,18 @@ type UnpeerOptions struct {
 	Uninstalls bool // the caller is `isthmus uninstall`, which cleans the nodes after Unpeer
 }
 
-// Unpeer separates two clusters, or one from its peer if remote is nil. It revokes the peer's
-// rights and deletes the Peerings. The managers remove the finalizers of the Peerings once all
-// their objects are gone. Then Unpeer removes the other objects that Peer created. With two
-// clusters, a peering that no longer exists is no error. With one cluster, a name without a Peering
-// gives ErrNoPeering.
+// Unpeer ends the peering of two clusters. If remote is nil, it ends the peering only in the first
+// cluster. It revokes the peer's rights and deletes the Peerings. The managers remove the
+// finalizers of the Peerings once all their objects are gone. Then Unpeer removes the other objects
+// that Peer created. With two clusters, a peering that no longer exists is no error. With one
+// cluster, a name without a Peering gives ErrNoPeering.
 //
-// For 24 hours after that, the networks of the peer stay refused on every node, and are
-// allocated to no other cluster (fabric.ReleaseHold).
+// For 24 hours after the teardown, every node refuses packets for the peer's networks, and no other
+// cluster gets these networks (fabric.ReleaseHold).
 //
-// If the peer is not contacted or not waited for, it loses all its rights here before any other
-// step, even if a later step fails. During a teardown by both sides, each manager keeps only the
-// rights at the other side that it needs to delete its NetworkConfig.
+// With one cluster, with Force, and for an in-band peering, the peer loses all its rights here
+// before any other step, even if a later step fails. Otherwise each manager keeps only the rights
+// to delete its own objects at the other side.
 func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
 	if err != nil {
@@ -92,7 +92,7 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 	return nil
 }
 
-// errWaiting is the reason why a step has to wait.
+// errWaiting has the reason why a step has to wait.
 type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }

@@ -1,5 +1,5 @@
-// Package ping sends ICMP echo requests over sockets that the callers open, so that they can
-// choose the network namespace.
+// Package ping sends ICMP echo requests. The callers open the sockets, so that they can choose the
+// network namespace.
 package ping
 
 import (
@@ -18,8 +18,8 @@ import (
 	"golang.org/x/net/ipv6"
 )
 
-// TokenSize is the number of octets that identify a request. They are at the start of its data,
-// which is random.
+// TokenSize is the number of octets that identify a request: the first octets of its data, which
+// are random.
 const TokenSize = 16
 
 // An Error is an ICMP error for a packet that could not be delivered.
@@ -104,7 +104,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		switch {
 		case errors.Is(ctx.Err(), context.Canceled):
 			return nil, 0, ctx.Err()
-		case isTimeout(err) && !late: // while this goroutine did not run, the answer may have arrived in time: read again
+		case isTimeout(err) && !late: // the answer may have arrived in time while this goroutine did not run: read once more
 			late = true
 			if err := conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)); err == nil {
 				continue
@@ -123,7 +123,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		}
 		var quote []byte
 		switch body := message.Body.(type) {
-		case *icmp.Echo: // identify by the data: a datagram socket replaces the identifier
+		case *icmp.Echo: // compare the data instead of the identifier, which a datagram socket replaces
 			if message.Type == f.reply && body.Seq == seq && bytes.Equal(body.Data, data) && from.String() == to.String() {
 				return data, arrived.Sub(start), nil
 			}

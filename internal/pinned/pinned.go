@@ -1,5 +1,5 @@
-// Package pinned secures connections between processes of one installation, which share the
-// gateways' WireGuard private key.
+// Package pinned secures connections between processes of one installation. The processes have the
+// gateways' WireGuard private key in common.
 package pinned
 
 import (
@@ -14,11 +14,12 @@ import (
 	"math/big"
 )
 
-// Config returns the TLS configuration for both sides of a connection. Each side proves that it
-// has a key, which is derived from the private key and the purpose. TLS 1.3 signatures of clients
-// and servers differ, so an attacker cannot reflect a side's own signature.
+// Config returns the TLS configuration for both sides of a connection. Each side proves that it has
+// a key, which Config derives from the WireGuard private key and the purpose. In TLS 1.3,
+// signatures of clients differ from those of servers, so an attacker cannot send a side's own
+// signature back to it.
 func Config(private [32]byte, purpose string) (*tls.Config, error) {
-	if private == [32]byte{} { // a zero key is public
+	if private == [32]byte{} { // everybody knows the zero key
 		return nil, errors.New("the private key of the gateways is not known yet")
 	}
 	seed, err := hkdf.Key(sha256.New, private[:], nil, purpose, ed25519.SeedSize)

@@ -1,5 +1,5 @@
-// Package redact removes secrets from texts that people will show to others: secrets that were
-// registered, and text that looks like a secret, in plain form, in base64 and in hexadecimal.
+// Package redact removes secrets from texts that people will show to others. It removes registered
+// secrets, and text that looks like a secret, in plain form, in base64 and in hexadecimal.
 package redact
 
 import (
@@ -14,20 +14,19 @@ import (
 // Mark replaces a removed text.
 const Mark = "[REDACTED]"
 
-// A Redactor removes secrets. The zero value recognizes only text that looks like a secret. Add
-// all secrets first; after that its methods may be called concurrently.
+// A Redactor removes secrets. The zero value recognizes only text that looks like a secret. After
+// all secrets have been added, its methods may be called concurrently.
 type Redactor struct {
 	known  map[string]bool // every form of the registered secrets
 	order  []string        // the keys of known, the longest first
 	public map[string]bool // WireGuard public keys, which look like private ones
 }
 
-// minLength is the minimum length of a secret to remove, in octets. Shorter ones may be parts of
-// words.
+// minLength is the minimum length of a secret to remove, in octets. Shorter secrets may also occur
+// inside words.
 const minLength = 8
 
-// Secret registers a secret. In a PEM text, each line of the body counts as a secret of its
-// own.
+// Secret registers a secret. In a PEM text, each long line of the body is also a secret of its own.
 func (r *Redactor) Secret(value []byte) {
 	value = bytes.TrimSpace(value)
 	if len(value) < minLength {
@@ -37,11 +36,12 @@ func (r *Redactor) Secret(value []byte) {
 	for _, e := range encodings {
 		forms = append(forms, e.EncodeToString(value))
 	}
-	if raw, ok := decoded(string(value)); ok && len(raw) >= minLength { // such as a key, which other programs print in hexadecimal
+	if raw, ok := decoded(string(value)); ok && len(raw) >= minLength { // such as a key in base64, which other programs print in hexadecimal
 		forms = append(forms, hex.EncodeToString(raw), strings.ToUpper(hex.EncodeToString(raw)))
 	}
-	// Within the base64 of a larger text, a value has three possible forms, depending on its
-	// offset. Their first and last characters depend on the neighbouring octets.
+	// If a larger text that contains the value is encoded in base64, the value has one of three
+	// forms, depending on its offset. Leave out the first and last characters of each form, because
+	// they also depend on the neighbouring octets.
 	for shift := range 3 {
 		inner := base64.StdEncoding.EncodeToString(append(make([]byte, shift), value...))
 		inner = strings.TrimRight(inner, "=")
@@ -69,7 +69,7 @@ func (r *Redactor) Secret(value []byte) {
 	slices.SortFunc(r.order, func(a, b string) int { return len(b) - len(a) })
 }
 
-// Public registers a WireGuard public key, which is not removed.
+// Public registers a WireGuard public key, so that it is not removed.
 func (r *Redactor) Public(key string) {
 	if r.public == nil {
 		r.public = make(map[string]bool)
@@ -88,17 +88,18 @@ func decoded(text string) ([]byte, bool) {
 	return nil, false
 }
 
-// The forms by which secrets are recognized.
+// Patterns of text that looks like a secret.
 var (
-	// Without an END line, the match ends at the first character that cannot be part of a key. No
-	// pattern looks far ahead, so a file with many BEGIN lines takes no excessive time.
+	// Without an END line, the match ends at the first character that cannot belong to a key. A
+	// file with many BEGIN lines takes no excessive time, because no part of the pattern looks far
+	// ahead.
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
 	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a header.
-	// A value may begin with a slash, because one in 64 base64 texts does. Fields for paths have
-	// other names, such as privateKeyFile. Several such names may precede the value, if the earlier
-	// fields are empty.
+	// A value may begin with a slash, because one in 64 base64 texts does. Names of fields for
+	// paths, such as privateKeyFile, do not match. Several names may precede a value if all fields
+	// except the last are empty.
 	secretField = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
 	userinfo    = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
 	// Text that may encode 32 octets, the length of WireGuard's keys, or more.
@@ -110,7 +111,7 @@ var (
 // Text returns a copy of text without secrets. It does not modify its argument.
 func (r *Redactor) Text(text []byte) []byte { return r.text(text, 3) }
 
-// text is like Text, and decodes at most depth levels of nested encoding.
+// text implements Text. It decodes at most depth levels of nested encoding.
 func (r *Redactor) text(text []byte, depth int) []byte {
 	out := text
 	for _, secret := range r.order {
@@ -155,6 +156,6 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 // hides reports whether decoded octets contain a secret.
 func (r *Redactor) hides(raw []byte, depth int) bool { return !bytes.Equal(r.text(raw, depth-1), raw) }
 
-// clamped reports whether 32 octets have the form of an X25519 private key (RFC 7748, section
-// 5), as wg(8) and Isthmus create it. One public key in 32 has this form, too.
+// clamped reports whether 32 octets have the form of an X25519 private key (RFC 7748, section 5),
+// as wg(8) and Isthmus create it. One public key in 16 has this form, too.
 func clamped(key []byte) bool { return key[0]&7 == 0 && key[31]&0xc0 == 0x40 }

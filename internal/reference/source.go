@@ -26,9 +26,9 @@ type constant struct {
 	group             string // the comment above a group of constants, for this constant and those below it
 }
 
-// constants returns the constants of a file whose names begin with prefix. A constant's text is
-// the comment at the end of its line, or the comment above if that begins with the constant's
-// name.
+// constants returns the constants of a file whose names begin with prefix. A constant's text is the
+// comment above it if that begins with the constant's name, and otherwise the comment at the end of
+// its line.
 func constants(f *ast.File, prefix string) (all []constant) {
 	for _, d := range f.Decls {
 		gen, ok := d.(*ast.GenDecl)

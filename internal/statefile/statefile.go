@@ -1,5 +1,6 @@
-// Package statefile stores the data that a component needs before it can reach the API server:
-// small files, which only the component's user can read or write, in a directory of the component.
+// Package statefile stores small files with data that a component needs before it can reach the API
+// server. The files are in a directory of the component, and only the component's user can read or
+// write them.
 package statefile
 
 import (
@@ -12,9 +13,10 @@ import (
 	"syscall"
 )
 
-// Read parses the JSON of a file into v. It refuses a file of more than limit octets, and a file
-// that is not regular. It also refuses a file that another user owns or may read or write, because
-// that user could control the component. If there is no file, the error is fs.ErrNotExist.
+// Read parses the JSON of a file into v. It returns an error if the file has more than limit octets
+// or is not regular. It also returns an error if another user owns the file or may read or write
+// it, because that user could control the component. If there is no file, the error is
+// fs.ErrNotExist.
 func Read(directory, name string, limit int64, v any) error {
 	path := filepath.Join(directory, name)
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0) // must not block on a FIFO
@@ -49,8 +51,8 @@ func Read(directory, name string, limit int64, v any) error {
 }
 
 // Write replaces a file by the JSON of v in one step: a reader finds the old or the new content,
-// even after a power failure. It refuses a file that Read would refuse with the same limit. It
-// creates the directory if it is missing. Only one writer may write a file at a time.
+// even after a power failure. It returns an error if the JSON has more than limit octets. It
+// creates a missing directory. Only one writer may write a file at a time.
 func Write(directory, name string, limit int64, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {

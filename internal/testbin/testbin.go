@@ -16,9 +16,9 @@ func Isthmus(dir string) (path string, err error) {
 	return filepath.Join(dir, "isthmus"), Build(dir, "isthmus")
 }
 
-// Build builds programs of cmd/ in dir under their own names. It works from any package of the
-// main module and of nested modules. It uses the flags of `make build`, and disables cgo, which
-// the race detector would enable, so that all builds share one cache.
+// Build builds programs of cmd/ in dir under their own names. It works from any package of the main
+// module and of nested modules. It uses the flags of `make build`, and disables cgo, so that all
+// builds share one cache. Under the race detector, cgo would otherwise be on.
 func Build(dir string, programs ...string) error {
 	packages := make([]string, len(programs))
 	for i, p := range programs {

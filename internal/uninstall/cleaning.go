@@ -21,18 +21,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// cleaning has the data to make the Pods that clean the kernels of nodes.
+// cleaning has the parameters of the Pods that clean the kernels of nodes.
 type cleaning struct {
 	Image          string                        `json:"image"`
 	PullSecrets    []corev1.LocalObjectReference `json:"pullSecrets,omitempty"`
 	PullPolicy     corev1.PullPolicy             `json:"pullPolicy,omitempty"`
 	StateDirectory string                        `json:"stateDirectory"`
-	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways ran in the nodes' networks
+	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways were on the host network
 }
 
-// howToClean returns the data to clean nodes. It reads them from the DaemonSet and stores them for
-// later runs, or reads the stored data if the DaemonSet was deleted. If there are no stored data
-// either and o.Image is empty, it returns nil: nothing shows that agents ran here.
+// howToClean returns the parameters of the Pods that clean nodes. It reads them from the DaemonSet
+// and stores them for later runs. If the DaemonSet was deleted, it reads the stored parameters. If
+// nothing is stored and o.Image is empty, it returns nil, because nothing shows that agents ran
+// here.
 func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has this name, too
@@ -88,10 +89,10 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 // labelCleans marks the Pods that clean nodes.
 const labelCleans = "isthmus.net/cleans"
 
-// cleanNodes runs a Pod on each node, which removes everything that the components left in the
+// cleanNodes runs a Pod on each node. The Pod removes everything that the components left in the
 // kernel.
 func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options) error {
-	if !o.BeforeHelm { // with BeforeHelm, this process itself runs in the namespace
+	if !o.BeforeHelm { // with BeforeHelm, this process itself runs in the namespace, so the namespace exists
 		if err := repeatUntilDone(ctx, c, o, func() (string, error) {
 			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 			if err != nil {
@@ -140,7 +141,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 				err = c.Client.Create(ctx, &p)
 			}
 			switch {
-			case apierrors.IsForbidden(err): // the ServiceAccount of a new namespace is created a moment later
+			case apierrors.IsForbidden(err): // in a new namespace, the ServiceAccount is created after a short time
 				waiting = append(waiting, node+" ("+safetext.Of(err.Error())+")")
 			case err != nil:
 				return "", c.Explain("Pod "+want.Namespace+"/"+want.Name, err)
@@ -185,8 +186,8 @@ func cleaningProblem(p *corev1.Pod) string {
 // rules.
 const xtablesLock = "/run/xtables.lock"
 
-// cleaningPod returns a Pod that ends when its node is clean. It names its node and bypasses
-// the scheduler, so that it also runs on nodes that accept no Pods.
+// cleaningPod returns a Pod that ends when its node is clean. The Pod specifies its node and so
+// bypasses the scheduler, in order to run on nodes that accept no other Pods.
 func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 	sum := fnv.New64a()
 	sum.Write([]byte(node))
@@ -230,7 +231,7 @@ func isReady(n *corev1.Node) bool {
 	})
 }
 
-// nodeReady reports whether the kubelet of a node reports that the node is ready.
+// nodeReady reports whether a node is ready, according to its kubelet.
 func nodeReady(ctx context.Context, c *cluster.Cluster, name string) bool {
 	var n corev1.Node
 	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)

@@ -1,6 +1,6 @@
-// Package uninstall removes Isthmus from a cluster, for `isthmus uninstall`: peerings,
-// workloads, the state that these left in the kernels of nodes, objects and definitions. A
-// repeated run continues where the last one ended.
+// Package uninstall removes Isthmus from a cluster, for `isthmus uninstall`: the peerings, the
+// workloads, the state that the workloads left in the kernels of nodes, the objects, and the
+// definitions. A repeated run continues where the last one ended.
 package uninstall
 
 import (
@@ -36,12 +36,13 @@ import (
 
 // Options are the choices of Run.
 type Options struct {
-	// Force does not wait for peers or for unreachable nodes, and reports what remains there.
+	// Force waits neither for peers nor for unreachable nodes, and reports what remains there.
 	Force bool
 	// KeepDefinitions keeps the custom resource definitions, and with them the IPAM state.
 	KeepDefinitions bool
-	// BeforeHelm leaves the objects of a Helm release to Helm, which deletes them next. It
-	// still removes the workloads, because they would restore the cleaned state.
+	// BeforeHelm leaves the objects of a Helm release to Helm, which deletes them next. It still
+	// removes the workloads, because running workloads would restore the state that is removed from
+	// the nodes.
 	BeforeHelm bool
 	// Image is the image of the Pods that clean the nodes, for a cluster whose DaemonSet was
 	// deleted already.
@@ -52,8 +53,8 @@ type Options struct {
 	Report func(line string)
 }
 
-// uninstallConfigMap stores how to clean the nodes. It exists from before the workloads are deleted
-// until the end of a run, so that an interrupted run can be continued.
+// uninstallConfigMap stores how to clean the nodes, so that another run can continue an interrupted
+// one. Run creates it before it deletes the workloads, and deletes it at the end.
 const (
 	uninstallConfigMap = "isthmus-uninstall"
 	keyCleaning        = "cleaning.json"
@@ -62,10 +63,11 @@ const (
 // keysSecret is the Secret with the gateways' key.
 const keysSecret = "wireguard-pubkey"
 
-// Run removes an installation in an order that leaves nothing behind and leaks no packet: peerings,
-// whose networks the nodes refuse until the end; workloads; their state in the kernels of nodes;
-// objects and definitions; the namespace. Each step looks for the remaining objects. So the same
-// command continues an interrupted run, and also works if objects were deleted in another order.
+// Run removes an installation in an order that leaves nothing behind: the peerings, the workloads,
+// their state in the kernels of nodes, objects and definitions, and the namespace. Each node
+// refuses packets for the peers' networks until its kernel is clean. Each step searches for the
+// remaining objects, so the same command continues an interrupted run. It also works if objects
+// were deleted before in another order.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -164,8 +166,8 @@ func anyOf(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unst
 }
 
 // installedObjects returns the objects that are in no manifest: those that `isthmus install`,
-// `isthmus uninstall` and the components create. It includes the Secret with the key only if our
-// gateway created it, because Liqo creates a Secret with the same name in its namespace.
+// `isthmus uninstall` and the components create. It includes a Secret with keys only if our gateway
+// created it, because Liqo's Secret with a key has the same name.
 func installedObjects(ctx context.Context, c *cluster.Cluster) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", install.ConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
@@ -205,10 +207,10 @@ func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
 
 // helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm records
 // the deletion in the release before it runs the hooks (Helm 3.22 and 4.3,
-// pkg/action/uninstall.go). If somebody applies the rendered hook without Helm, the hook is an
-// ordinary Job, which must not uninstall anything.
+// pkg/action/uninstall.go). If somebody renders the chart and applies it without Helm, the hook
+// becomes an ordinary Job, which must not uninstall anything.
 func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
-	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // Helm stores releases in one of these kinds
+	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // Helm stores releases in objects of one of these kinds
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
 		if err != nil {
 			return c.Explain("releases of Helm in "+c.Namespace, err)
@@ -220,8 +222,8 @@ func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	return fmt.Errorf("%s: Helm is not uninstalling a release in namespace %s: --before-helm is for the chart's hook; nothing was changed", c, c.Namespace)
 }
 
-// unpeerAll separates the cluster from all its peers. Without an active manager, it removes the
-// manager's finalizers, and our objects stay at the peer.
+// unpeerAll separates the cluster from all its peers. If no manager is active, it removes the
+// manager's finalizers itself, and our objects at the peers stay there.
 func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
@@ -297,7 +299,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 				continue
 			}
 			if o.Force && p.DeletionTimestamp != nil && !nodeReady(ctx, c, p.Spec.NodeName) {
-				continue // the Pod's node has no kubelet that could end it
+				continue // the Pod's node has no running kubelet that could end the Pod
 			}
 			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
 		}
@@ -363,7 +365,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 		}
 		return err
 	}
-	var pods corev1.PodList // foreign Pods must not be deleted with the namespace
+	var pods corev1.PodList // find foreign Pods, which must not be deleted with the namespace
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return c.Explain("Pods in "+c.Namespace, err)
 	}
@@ -394,8 +396,8 @@ func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstr
 	return install.DeleteObject(ctx, c, have, o.Report)
 }
 
-// repeatUntilDone repeats a step until the step returns no reason for waiting. It reports the
-// reason for waiting whenever the reason changes.
+// repeatUntilDone repeats a step until the step returns no reason to wait. It reports the reason
+// whenever it changes.
 func repeatUntilDone(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
 	reported := ""
 	for begun := time.Now(); ; {

@@ -75,7 +75,7 @@ func build(o options) (digest string, err error) {
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", path, err)
 		}
-		// The files are also written beside the archive, because a release signs and publishes them.
+		// A release signs and publishes these files, so write them beside the archive as well.
 		beside := strings.TrimSuffix(o.out, ".tar") + "-" + system + "-" + architecture
 		if err := errors.Join(os.WriteFile(beside+".spdx.json", sbom, 0o644), os.WriteFile(beside+".licenses.txt", notices, 0o644)); err != nil {
 			return "", err

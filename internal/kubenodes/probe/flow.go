@@ -14,12 +14,12 @@ import (
 
 const (
 	interval = 10 * time.Millisecond  // between packets of a Flow
-	silence  = 100 * time.Millisecond // minimum length of a reported pause: even a slow machine does not lose ten packets in a row
+	silence  = 100 * time.Millisecond // minimum length of a reported pause; a slow machine does not lose ten packets in a row, so a pause has another cause
 )
 
 // A Flow is traffic to a Server while a test injects faults. Every 10 ms it sends a UDP datagram,
-// which the Server answers with the same size, and it receives an octet on a TCP connection. It
-// reports losses and pauses.
+// and the Server answers with one of the same size. On a TCP connection, the Server sends an octet
+// every 10 ms. The Flow reports losses and pauses.
 type Flow struct {
 	end  context.CancelFunc
 	done sync.WaitGroup
@@ -29,7 +29,7 @@ type Flow struct {
 	answered int
 	last     time.Time     // time of the last UDP answer
 	pause    time.Duration // longest pause between two UDP answers
-	pauses   []Pause       // pauses that last at least the duration silence
+	pauses   []Pause       // pauses longer than silence
 	tcpLast  time.Time
 	tcpPause time.Duration
 	broken   int // TCP connections that broke
@@ -37,11 +37,11 @@ type Flow struct {
 
 // A FlowReport is the result of a Flow so far.
 type FlowReport struct {
-	Sent     int     `json:"sent"`     // UDP packets
-	Answered int     `json:"answered"` // UDP packets answered
+	Sent     int     `json:"sent"`     // number of UDP packets sent
+	Answered int     `json:"answered"` // number of UDP packets answered
 	Pause    float64 `json:"pause"`    // longest time between two UDP answers, or since the last one, in seconds
 	TCPPause float64 `json:"tcpPause"` // longest time between two octets of the connection, in seconds
-	Broken   int     `json:"broken"`   // broken TCP connections
+	Broken   int     `json:"broken"`   // number of TCP connections that broke
 	Pauses   []Pause `json:"pauses"`   // UDP pauses of at least a tenth of a second
 }
 

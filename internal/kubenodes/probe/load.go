@@ -21,9 +21,9 @@ const (
 	loadPatience = time.Second          // timeout for the name, the connection and the response together
 )
 
-// The range of source ports of a Load. At 200 requests a second, each port is used once in four
-// minutes. Connection tracking remembers the endpoint of an unanswered connection for two
-// minutes, and sends a new connection from the same port to that endpoint again.
+// The range of source ports of a Load. At 200 requests a second, a Load uses each port once in four
+// minutes. If it used a port again within two minutes, connection tracking could send the new
+// connection to the endpoint of an earlier, unanswered connection from that port.
 const (
 	firstPort = 10_000
 	lastPort  = 60_999
@@ -57,8 +57,8 @@ type LoadFailure struct {
 	Error string        `json:"error"`
 }
 
-// NewLoad starts sending requests to the Servers of a Service. With kernelPorts, the kernel
-// chooses the source ports, as for most clients, and may reuse a port after a minute.
+// NewLoad starts to send requests to the Servers of a Service. If kernelPorts is set, the kernel
+// chooses the source ports, as for most clients, and may use a port again after a minute.
 func NewLoad(name string, port uint16, kernelPorts bool) *Load {
 	ctx, end := context.WithCancel(context.Background())
 	l := &Load{end: end, name: name, port: port, next: firstPort}
@@ -75,7 +75,7 @@ func (l *Load) Stop() {
 	l.done.Wait()
 }
 
-// Since returns the seconds that started at a time or later.
+// Since returns the seconds that started at begin or later, and the second that contains begin.
 func (l *Load) Since(begin time.Time) (all []LoadSecond) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -123,7 +123,7 @@ func (l *Load) send(ctx context.Context, from uint16) {
 	defer l.mu.Unlock()
 	second := begin.Truncate(time.Second)
 	i, found := slices.BinarySearchFunc(l.seconds, second, func(s LoadSecond, t time.Time) int { return s.Begin.Compare(t) })
-	if !found { // requests may end out of order, so a later second may already have an entry
+	if !found { // a later second may already have an entry, because requests may end out of order
 		l.seconds = slices.Insert(l.seconds, i, LoadSecond{Begin: second, Answered: make(map[string]int)})
 	}
 	if err != nil {
@@ -149,8 +149,8 @@ func (l *Load) request(ctx context.Context, from uint16) (server string, err err
 			return "", err
 		}
 	}
-	// The server closes the connection of an HTTP/1.0 client, so the server's socket enters
-	// TIME_WAIT, not the client's.
+	// The server closes the connection of an HTTP/1.0 client first, so the server's socket enters
+	// TIME_WAIT, and the client can use its port again.
 	if _, err := io.WriteString(c, "GET / HTTP/1.0\r\n\r\n"); err != nil {
 		return "", fmt.Errorf("request: %w", plain(err))
 	}
@@ -170,8 +170,7 @@ func (l *Load) request(ctx context.Context, from uint16) (server string, err err
 	return server, nil
 }
 
-// plain removes the addresses from a network error, so that occurrences of one error can be
-// counted.
+// plain removes the addresses from a network error, so that equal errors can be counted.
 func plain(err error) error {
 	if op := new(net.OpError); errors.As(err, &op) {
 		return op.Err

@@ -1,6 +1,6 @@
-// Package probe sends one packet or connection and reports how the receiver saw it, for tests of
-// real clusters. Server.Serve answers probes and Do sends one. The program testpod runs both
-// inside pods; a test calls Do on nodes.
+// Package probe sends a packet or a connection and reports how the receiver saw it, for tests of
+// real clusters. Server.Serve answers probes and Do sends one. The program testpod runs both inside
+// pods. On nodes, a test calls Do itself.
 package probe
 
 import (
@@ -40,20 +40,19 @@ type Request struct {
 	Protocol string
 	To       netip.Addr
 	Port     uint16 // port of the server; unused for ICMP
-	Size     int    // octets of the payload, in both directions
+	Size     int    // number of octets of the payload, in both directions
 
-	// Dial connects, if the connection must start in another network namespace. Default:
-	// net.Dialer.
+	// Dial replaces net.Dialer, for connections that start in another network namespace.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
-	Wait time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
+	Wait time.Duration // timeout of one attempt, default 3 s; UDP and ICMP are sent again until the context ends
 }
 
 // An Answer describes a request as the server received it.
 type Answer struct {
 	From   netip.Addr `json:"from"`   // source address
-	Octets int        `json:"octets"` // payload received
+	Octets int        `json:"octets"` // number of received octets of the payload
 	Server string     `json:"server"` // name of the server
-	Token  string     `json:"token"`  // only for a ping: its key in the server's /pings
+	Token  string     `json:"token"`  // for a ping: its key in the response to /pings; otherwise empty
 }
 
 // Do sends the request repeatedly until it is answered or ctx ends.
@@ -110,7 +109,7 @@ func get(transport http.RoundTripper, req *http.Request, into any) error {
 	return json.Unmarshal(b, into)
 }
 
-// overUDP uses a connected socket, so an answer from another address is ignored.
+// overUDP uses a connected socket, which ignores an answer from another address.
 func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	dial := r.Dial
 	if dial == nil {
@@ -210,7 +209,7 @@ func (s *Server) udp(c net.PacketConn) error {
 		}
 		out := make([]byte, max(n, len(answer))) // as long as the request; the client removes the zeros
 		copy(out, answer)
-		_, _ = c.WriteTo(out, from) // after a loss, the client sends again
+		_, _ = c.WriteTo(out, from) // if the answer is lost, the client repeats its request
 	}
 }
 
@@ -252,7 +251,7 @@ func relay(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	go func() {
-		_, _ = io.Copy(to, buffered) // if one side closes, the other side is closed, too
+		_, _ = io.Copy(to, buffered) // when one side has closed its connection, close the other connection
 		to.Close()
 	}()
 	_, _ = io.Copy(caller, to)
@@ -266,7 +265,7 @@ func (s *Server) handler() http.Handler {
 		from, parse := netip.ParseAddrPort(r.RemoteAddr)
 		reply(w, Answer{From: from.Addr(), Octets: int(n), Server: s.Name}, errors.Join(err, parse))
 	})
-	// The data of a transfer are octets from a fixed seed, so the client can verify them.
+	// The octets come from a random generator with a fixed seed, so the client can verify them.
 	mux.HandleFunc("GET /octets", func(w http.ResponseWriter, r *http.Request) {
 		n, err := strconv.ParseInt(r.FormValue("n"), 10, 64)
 		if err != nil {
@@ -300,7 +299,7 @@ func (s *Server) handler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		req.Close = true // the Service may choose another endpoint for the next connection
+		req.Close = true // a new connection each time, for which the Service may choose another endpoint
 		resp, err := http.DefaultClient.Do(req)
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadGateway)
@@ -373,7 +372,7 @@ func reply(w http.ResponseWriter, v any, err error) {
 	_ = json.NewEncoder(w).Encode(v) // an error means that the client closed the connection
 }
 
-// Query returns the request as parameters of /probe.
+// Query returns the request in the form of parameters for /probe.
 func (r Request) Query() string {
 	return url.Values{"protocol": {r.Protocol}, "to": {r.To.String()}, "port": {strconv.Itoa(int(r.Port))}, "size": {strconv.Itoa(r.Size)}}.Encode()
 }

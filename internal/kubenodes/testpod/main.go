@@ -1,5 +1,6 @@
-// Command testpod runs in the pods of test clusters. "pause" only waits, as the container that
-// holds a pod's namespaces. "serve" answers probes, and sends them on request.
+// Command testpod runs in the pods of test clusters. "serve" answers probes, and sends probes on
+// request. Without this argument, the program only waits for a signal, and serves as the pause
+// container that holds a pod's namespaces.
 package main
 
 import (

@@ -1,5 +1,5 @@
-// Command protogo writes FILE.pb.go for each given FILE.proto, like protoc with protoc-gen-go. It
-// uses a parser in Go, so it needs no protoc.
+// Command protogo writes FILE.pb.go for each given FILE.proto, as protoc with protoc-gen-go does.
+// It has its own parser, so it needs no protoc.
 package main
 
 import (

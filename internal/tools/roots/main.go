@@ -1,8 +1,8 @@
-// Command roots prints Mozilla's certificate authorities in PEM, from the version of
-// golang.org/x/crypto/x509roots/fallback in go.mod. The first line contains that version, for the
-// SBOM. The output becomes part of the image, and is the same for each build of a commit. The
-// command omits authorities that Mozilla trusts only under conditions, because PEM cannot express
-// conditions.
+// Command roots prints Mozilla's certificate authorities in PEM. It takes them from
+// golang.org/x/crypto/x509roots/fallback, in the version that go.mod requires. The first line
+// contains that version, for the SBOM. The output becomes part of the image, and is the same for
+// each build of a commit. Mozilla trusts some authorities only under conditions, which PEM cannot
+// express. The command omits these authorities.
 package main
 
 import (
