@@ -31,15 +31,26 @@ type cleaning struct {
 }
 
 // howToClean returns the parameters of the Pods that clean nodes. It reads them from the DaemonSet
-// and stores them for later runs. If the DaemonSet was deleted, it reads the stored parameters. If
-// nothing is stored and o.Image is empty, it returns nil, because nothing shows that agents ran
-// here.
+// and the gateways' Deployment, and stores them, because a later run may find only one of these
+// objects or none. If the DaemonSet is missing, nothing is stored and o.Image is empty, howToClean
+// returns nil, because nothing shows that agents ran here.
 func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
-	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has this name, too
-	var agents appsv1.DaemonSet
+	key := client.ObjectKey{Namespace: c.Namespace, Name: uninstallConfigMap}
 	var memory corev1.ConfigMap
-	err := c.Client.Get(ctx, key, &agents)
+	err := c.Client.Get(ctx, key, &memory)
+	stored := err == nil
+	if client.IgnoreNotFound(err) != nil {
+		return nil, c.Explain("ConfigMap "+key.String(), err)
+	}
+	if stored {
+		if err := json.Unmarshal([]byte(memory.Data[keyCleaning]), &how); err != nil {
+			return nil, fmt.Errorf("%s: ConfigMap %s: %w", c, key, err)
+		}
+	}
+	key.Name = deploy.RouteAgentServiceAccount // the DaemonSet has this name, too
+	var agents appsv1.DaemonSet
+	err = c.Client.Get(ctx, key, &agents)
 	switch {
 	case err == nil:
 		pod := agents.Spec.Template.Spec
@@ -51,10 +62,13 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 		}
 		var gateways appsv1.Deployment
 		key.Name = deploy.GatewayServiceAccount
-		if err := c.Client.Get(ctx, key, &gateways); client.IgnoreNotFound(err) != nil {
+		err := c.Client.Get(ctx, key, &gateways)
+		if client.IgnoreNotFound(err) != nil {
 			return nil, c.Explain("Deployment "+key.String(), err)
 		}
-		how.HostGateways = gateways.Spec.Template.Spec.HostNetwork
+		if err == nil {
+			how.HostGateways = gateways.Spec.Template.Spec.HostNetwork
+		}
 		text, err := json.Marshal(how)
 		if err != nil {
 			return nil, err
@@ -66,19 +80,10 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 		return &how, err
 	case !apierrors.IsNotFound(err):
 		return nil, c.Explain("DaemonSet "+key.String(), err)
-	}
-	key.Name = uninstallConfigMap
-	err = c.Client.Get(ctx, key, &memory)
-	if err == nil {
-		err = json.Unmarshal([]byte(memory.Data[keyCleaning]), &how)
+	case stored:
 		how.Image = cmp.Or(o.Image, how.Image)
-		return &how, err
-	}
-	if !apierrors.IsNotFound(err) {
-		return nil, c.Explain("ConfigMap "+key.String(), err)
-	}
-	// The person has requested to clean the nodes.
-	if o.Image != "" {
+		return &how, nil
+	case o.Image != "": // the person has requested to clean the nodes
 		how.HostGateways = true
 		return &how, nil
 	}

@@ -181,13 +181,17 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 	}
 
-	install(chart.Values{"metrics": chart.Values{"enabled": true}, "image": chart.Values{"repository": "r", "tag": "t"}})
+	install(chart.Values{"metrics": chart.Values{"enabled": true}, "image": chart.Values{"repository": "r", "tag": "t"}, "gateway": chart.Values{"hostNetwork": true}})
 	// A second installation in another namespace would remove the rights of this one.
 	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file, Namespace: "elsewhere"})
 	if err := Run(t.Context(), other, Options{Timeout: clustertest.Patient, Report: reported.Report}); err == nil || !strings.Contains(err.Error(), "already installed in namespace "+c.Namespace) || len(reported) > 0 {
 		t.Errorf("in another namespace: %v\n%s", err, strings.Join(reported, "\n"))
 	}
 	peer()
+	// A run that was interrupted after it removed the gateways.
+	_, err = howToClean(t.Context(), c, Options{})
+	must(t, err)
+	must(t, c.Client.Delete(t.Context(), &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount}}))
 	// While a node is away, Run cleans the other nodes and then fails. It finishes when the
 	// node is back.
 	cleaned, err := uninstall(Options{}, func(node string) bool { return node == "n2" }, "waiting until nodes are clean: n2")
@@ -198,7 +202,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Fatalf("with a node away: %v; cleaned %v\n%s", err, cleaned, strings.Join(reported, "\n"))
 	}
 	cleaned, err = uninstall(Options{}, nobody, "")
-	if err != nil || !strings.HasPrefix(cleaned["n2"], "r:t route-agent --cleanup") {
+	if err != nil || !strings.HasPrefix(cleaned["n2"], "r:t route-agent --cleanup") || !strings.HasSuffix(cleaned["n2"], "2") { // it cleans up after a gateway, too
 		t.Fatalf("when it is back: %v; cleaned %v\n%s", err, cleaned, strings.Join(reported, "\n"))
 	}
 	same("after an uninstallation in two runs")
