@@ -441,6 +441,6 @@ func (k *keeper) forget() bool {
 // reason describes how old the snapshot is, for the log and the status. since is the time at
 // which this replica began to use it.
 func (r *remembered) reason(since time.Time) error {
-	return fmt.Errorf("the API server does not answer; this gateway has run since %s with the snapshot of %s, and last renewed the Lease at %s",
+	return fmt.Errorf("the API server does not answer; this gateway has run since %s with the snapshot of %s; the API server last answered at %s",
 		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))
 }
