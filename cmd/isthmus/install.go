@@ -32,9 +32,9 @@ func newInstallCommand() *cobra.Command {
 		Use:   "install --cluster-name NAME",
 		Short: "Install Isthmus in a cluster, or upgrade it",
 		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
-ServiceAccount with the least rights for each component, the ID and name of the cluster
-at its peers, and the components. The command detects the pods' network, prints the
-source of this value, and waits until the components run.
+ServiceAccount with the least rights for each component, a ConfigMap with the ID and name
+that peers use for the cluster, and the components. The command detects the pods' network,
+prints the source of this value, and waits until the components run.
 
 The command applies the Helm chart of Isthmus. --values and --set take values of the
 chart, and the other flags are shorthands for some of these values. The cluster stores the

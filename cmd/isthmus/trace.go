@@ -38,10 +38,10 @@ A Pod or Service in SRC is in this cluster. In DST, it is in the other cluster i
 other cluster, else in any peer, else in this cluster. The first line shows this endpoint
 and the number of endpoints in each cluster.
 
-With --gateway or --address, the command queries the gateway on this machine, and the
-result depends on the gateway's NAT flows. With --config, the command reads the
-configuration in a directory. In both cases SRC and DST are the addresses of the packet
-before the gateway rewrites it:
+With --gateway or --address, or without a kubeconfig, the command queries the gateway on
+this machine, and the result depends on the gateway's NAT flows. With --config, the
+command reads the configuration in a directory. In both cases SRC and DST are the
+addresses of the packet before the gateway rewrites it:
 - outbound: SRC is our pod, and DST is the peer's pod as we see it;
 - inbound: SRC is the peer's pod as we see it, and DST is our pod as the peer sees it.
 

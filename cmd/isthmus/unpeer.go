@@ -19,12 +19,13 @@ func newUnpeerCommand() *cobra.Command {
 		Long: `End a peering: with --remote-context in both clusters, or with NAME only in this cluster.
 NAME is the name of its Peering or of the other cluster.
 
-First the command revokes the other cluster's rights in this one. With --remote-context it
-does so in both directions, but each cluster may still delete the objects that its manager
-created in the other, except with --force or in an in-band peering. Then the command
-deletes the Peerings, and each manager deletes the objects that it created in either
-cluster. Last, the command deletes the remaining rights, identities and namespaces. If the
-two clusters are not peered, the command succeeds. An unknown NAME is an error.
+First the command revokes the rights of the other cluster in this one. With
+--remote-context it also revokes the rights of this cluster in the other one. Each manager
+then keeps only the right to delete its objects in the other cluster. With --force, or if
+the peering is in-band, it keeps no right. Then the command deletes the Peerings, and each
+manager deletes the objects that it created in either cluster. Last, the command deletes
+the remaining rights, identities and namespaces. If the two clusters are not peered, the
+command succeeds. An unknown NAME is an error.
 
 If the API server of the other cluster is unreachable, the manager waits for it, because
 objects of the manager may remain there. With --force the manager does not wait, and the

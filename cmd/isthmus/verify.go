@@ -38,7 +38,7 @@ The Pods also test other targets in the other cluster, at most 16 of each kind:
   the name in clusterset.local. Any exporting cluster may answer;
 - one endpoint of each of these imported Services: the same port, by address.
 
-A target that does not answer in its own cluster either does not count as failed. The
+If a target does not answer in its own cluster either, it does not count as failed. The
 command prints each answer, its time, and the source address that the receiver saw. The
 Pods run the gateway's image. The command deletes them at the end, even if you interrupt
 it.

@@ -143,7 +143,7 @@ func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 		}
 		text := n[0] + " " + n[1]
 		if had[i] != "" {
-			text += " instead of " + had[i]
+			text += " (until now " + had[i] + ")"
 		}
 		all = append(all, fmt.Sprintf("%s, which this cluster would use %s, because %s", text, as(would.Claim.String(), would.Here.String()), would.Why))
 	}

@@ -59,7 +59,7 @@ func TestRefusalMessagesNameTheRequestAndTheRemedy(t *testing.T) {
 				{Claim: netip.MustParsePrefix("10.60.0.0/18"), Here: netip.MustParsePrefix("10.60.0.0/18"), Why: "it is private"},
 			}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent,
-			requests + "spec.podCIDR 8.0.0.0/12 instead of 10.244.64.0/18, which this cluster would use as 10.0.0.0/12, because it is not private" + stays +
+			requests + "spec.podCIDR 8.0.0.0/12 (until now 10.244.64.0/18), which this cluster would use as 10.0.0.0/12, because it is not private" + stays +
 				"to agree: isthmus peer here --consent 8.0.0.0/12,10.60.0.0/18"},
 		{"an endpoint where none can be", weRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: 10.244.1.1 is inside our PodCIDR"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonEndpoint,

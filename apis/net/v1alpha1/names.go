@@ -46,8 +46,8 @@ const (
 )
 
 // ConditionConnected is True on a TunnelEndpoint if the peer answers; otherwise its reason states
-// why not. Liqo has the state only in status.connection: if its status is Error, statusMessage is
-// the message of the condition.
+// why not. Liqo's definition has no conditions, only status.connection. If status.connection.status
+// is Error, status.connection.statusMessage has the message of the condition.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only Connected and NarrowPath have the status True.

@@ -70,7 +70,7 @@ type GatewayFile struct {
 	// FlowLog is the name of the file to which the gateway appends one line of JSON for each flow that opens,
 	// closes or is refused; "-" is standard output. By default, there is no log.
 	FlowLog          string `json:"flowLog,omitempty"`
-	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one flow in this number, default 1
+	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log only one of this many flows, default 1
 	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // maximum number of lines per second, default 1000
 
 	NAT

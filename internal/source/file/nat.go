@@ -85,7 +85,7 @@ func (n *NAT) Fields() []NATField {
 		{"tcpTransitoryTimeout", "tcp-transitory-timeout", "timeout of half-open TCP connections (default 4m)", &n.TCPTransitoryTimeout},
 		{"tcpClosingTimeout", "tcp-closing-timeout", "timeout of closed TCP connections (default: --tcp-transitory-timeout)", &n.TCPClosingTimeout},
 		{"icmpTimeout", "icmp-timeout", "timeout of ICMP queries (default 1m)", &n.ICMPTimeout},
-		{"genericTimeout", "generic-timeout", "timeout of flows of other protocols (default 5m)", &n.GenericTimeout},
+		{"genericTimeout", "generic-timeout", "timeout of flows of protocols other than TCP, UDP and ICMP (default 5m)", &n.GenericTimeout},
 		{"fragmentTimeout", "fragment-timeout", "how long IP fragments wait for missing ones, 2s to 30s (default 5s)", &n.FragmentTimeout},
 	}
 }
