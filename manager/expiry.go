@@ -33,7 +33,7 @@ const (
 )
 
 // An expiry ends the mappings of endpoints that are gone. Otherwise a peer would reach the next
-// owner of the address.
+// owner of such an endpoint's address.
 //
 // The manager does not watch Pods and Services. When an endpoint is mapped, expiry looks up the
 // owner of the address, and the IPAM state records its kind. Later it looks up the recorded

@@ -32,9 +32,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// answerReconciler answers the NetworkConfigs of the peers: it validates their claims, allocates
-// networks for them in the IPAM state, and writes the result into their status. A request has the
-// tenant namespace as namespace, and the cluster ID in the label liqo.io/originID as name.
+// answerReconciler answers the NetworkConfigs of the peers. It validates the claim in a
+// NetworkConfig, allocates networks for the claim in the IPAM state, and writes the answer into the
+// status of the NetworkConfig. A request has the tenant namespace as namespace, and the cluster ID
+// in the label liqo.io/originID as name.
 //
 // A refusal is a condition, not an error. A change of the Facts, the Peering, the IPAM state or
 // another peer causes a new request, because it may end the refusal.
@@ -50,7 +51,7 @@ type answerReconciler struct {
 
 	queue     queue.Queue
 	waiting   requests // requests that wait for a free network or address, keyed by forRoom
-	claimants requests // requests that wait for a key that another peer has, keyed by that key
+	claimants requests // requests of peers that list a public key of another peer, keyed by that key
 
 	// pruned is true if the API server drops conditions. It does so if Liqo's CRD of NetworkConfigs
 	// is installed, because that CRD has no conditions.

@@ -234,8 +234,8 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 	return nil
 }
 
-// acceptedBefore reports whether the claim of another peer with the key was accepted before the
-// claim nc. The caller has checked that no TunnelEndpoint has the key. acceptedBefore reads the
+// acceptedBefore reports whether another peer's claim with the key was accepted before the claim in
+// nc. The caller has checked that no TunnelEndpoint has the key. acceptedBefore reads the
 // conditions of the NetworkConfigs, which survive a restart. If both claims were accepted, the
 // older object wins. If provers is not empty, only claims in these namespaces count.
 func (v Validator) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {

@@ -21,8 +21,8 @@ import (
 // releaseInterval is the interval between two calls of sweep.
 const releaseInterval = 5 * time.Minute
 
-// reasonReleased is the reason of the Event about networks released because no object named their
-// peer.
+// reasonReleased is the reason of the Event about networks that are released because no object
+// names their peer.
 const reasonReleased = "NetworksReleased"
 
 // Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks

@@ -149,8 +149,8 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 	return b, wrong
 }
 
-// entry parses the entry of one cluster. local is our ExternalCIDR, present or previous, that
-// contains the addresses of its mapped endpoints.
+// entry parses the entry of one cluster. local is our ExternalCIDR at the time when the entry was
+// written. It contains the addresses of the entry's mapped endpoints.
 func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *account, local netip.Prefix, held []replaced) {
 	if wrong := fabric.CheckClusterID(spec.ClusterID); wrong != "" {
 		r.fail("spec.clusterID", "%s", wrong)

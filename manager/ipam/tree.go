@@ -261,7 +261,8 @@ func half(p netip.Prefix, b int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16(a), i+1)
 }
 
-// move puts the host bits of a onto the network to, which has a's family.
+// move returns the address in the network to that has the same host bits as the address a. Both
+// have the same family.
 func move(a netip.Addr, to netip.Prefix) netip.Addr {
 	host, network := a.AsSlice(), to.Addr().AsSlice()
 	for i := range host {

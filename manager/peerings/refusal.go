@@ -128,8 +128,8 @@ func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem s
 	return s.refused(what, problem, s.remedyHere(nc, reason))
 }
 
-// changes describes the differences between the peer's claim and the networks in force, and its
-// networks here.
+// changes describes each claimed network that differs from the network in force, and how this
+// cluster would translate it.
 func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 	had := [2]string{}
 	if s.endpoint != nil {

@@ -24,8 +24,8 @@ type pace struct {
 	// authority is the interval of reads of the certificate authority that the peer publishes.
 	authority time.Duration
 
-	// turns limits the requests of all workers to one API server that wait for a response: it has
-	// one element for each such request. A nil channel means no limit.
+	// turns limits the concurrent requests of all workers to one API server. It holds one element
+	// for each request that waits for a response. A nil channel means no limit.
 	turns chan struct{}
 }
 
