@@ -22,7 +22,7 @@ var errNotWanted = errors.New("the peering is being taken down")
 // A change of the Facts causes a new request.
 var errTooEarly = errors.New("waiting until all nodes have reported the networks that they reach")
 
-// If the pools have room for fewer than fewLeft further peers, allocations log a warning.
+// If the pools have room for fewer than fewLeft further peers, each allocation logs a warning.
 const fewLeft = 16
 
 // decide validates the claim of a peer and allocates its networks.

@@ -199,8 +199,8 @@ func (in proofInputs) prove(self, peer string) string {
 }
 
 // reclaim gives a peer the keys whose possession it proves. If another peer's TunnelEndpoint has
-// such a key and that peer proves nothing, reclaim deletes the TunnelEndpoint. So a peer cannot
-// keep a foreign key by listing the key before its owner does.
+// such a key, and that peer does not prove possession as well, reclaim deletes the TunnelEndpoint.
+// So a peer cannot keep a foreign key by listing the key before its owner does.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {

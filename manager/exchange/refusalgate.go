@@ -128,7 +128,7 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	return true
 }
 
-// pendingNodes returns the nodes that do not refuse the networks of g yet, without the nodes that
+// pendingNodes returns the nodes that do not refuse the networks in g yet. It leaves out nodes that
 // the gate ignores. The caller holds w.mu.
 func (w *RefusalGate) pendingNodes(g observedAllocation) (nodes []string) {
 	for node, version := range w.reported {
@@ -140,7 +140,7 @@ func (w *RefusalGate) pendingNodes(g observedAllocation) (nodes []string) {
 	return nodes
 }
 
-// Late returns the number of nodes that did not report in time that they refuse a network.
+// Late returns the number of nodes that the gate ignores.
 func (w *RefusalGate) Late() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -182,8 +182,8 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One of the NetworkConfigs is missing or being deleted. If ours is missing, somebody
-		// deleted it by mistake: the Peering still exists, so the peer's networks stay allocated.
+		// One of the NetworkConfigs is missing or being deleted. The Peering still exists, so if
+		// ours is missing, it was deleted by mistake. The peer's networks stay allocated.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -334,9 +334,9 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to use the tunnel. The peer has to agree,
-// because our API server is then open to every host with the address of the peer's gateway. In a
-// Liqo cluster, every node has that address.
+// inBand reports whether both sides have configured their managers to use the tunnel. The peer has
+// to agree, because our API server is then open to every host with the address of the peer's
+// gateway. In a Liqo cluster, every node has that address.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }

@@ -269,9 +269,9 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 	return f, k.configure(ctx, &f, agreed)
 }
 
-// agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints.
-// Therefore a previous network that no peer uses any more becomes free after at most
-// apiServerInterval.
+// agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints,
+// but reads them at least once per apiServerInterval. So a previous network becomes free with that
+// delay after the last peer has stopped using it.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {

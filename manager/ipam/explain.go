@@ -33,7 +33,8 @@ func (b State) Explain(c Request) (both [2]Translation, err error) {
 	return both, nil
 }
 
-// givenBefore is the reason for a remapped network whose original reason no longer exists.
+// givenBefore is the reason for a remapped network if the original reason for the remapping no
+// longer exists.
 const givenBefore = "another network was allocated earlier"
 
 // reasonFor returns the reason why the network here represents claim. b is the State without the

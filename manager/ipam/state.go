@@ -120,7 +120,7 @@ type State struct {
 	own       Config
 	peers     map[string]*account      // neither the map nor its accounts change once a State has them
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
-	taken     tree                     // all networks unavailable to peers, including those of peers
+	taken     tree                     // all networks that a peer cannot get, including the networks that peers have
 	nodes     tree                     // addresses of nodes, and the networks that nodes reach
 	departed  []departed               // peers that have left; immutable
 	replaced  []replaced               // held networks of peers that now have others; immutable

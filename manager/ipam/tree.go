@@ -30,7 +30,7 @@ func (l *lengths) addAll(other lengths) { l[0] |= other[0]; l[1] |= other[1] }
 // with returns the tree with p added once.
 func (t tree) with(p netip.Prefix) tree { return t.change(p, +1) }
 
-// without returns the tree with p, which it must contain, removed once.
+// without returns the tree with p removed once. The tree must contain p.
 func (t tree) without(p netip.Prefix) tree { return t.change(p, -1) }
 
 func (t tree) change(p netip.Prefix, delta int) tree {

@@ -29,7 +29,7 @@ const maxNetworks = 32
 type allocation struct {
 	uid      types.UID
 	version  string
-	since    int64 // the first version with the present networks, as far as we know
+	since    int64 // the first version with the present networks, or a later one if that version was not seen
 	spec     isthmus.NetworkAllocationSpec
 	known    int64    // the object's revision when we first read it or last wrote it
 	overflow []string // removed networks that the object has no room to list; the next write frees them

@@ -463,8 +463,8 @@ func (s *Store) publish(next ipam.State) {
 	}
 }
 
-// send sends an event for each name, and never blocks. It receives the events that nobody has
-// received yet from ch and merges them with the new ones. Only one goroutine may send to ch.
+// send sends an event for each name, and never blocks. It takes unread events out of ch, and merges
+// them with the new ones. Only one goroutine may send to ch.
 func send(ch chan event.GenericEvent, names []string) {
 	pending := make(map[string]bool)
 	for waiting := true; waiting; {

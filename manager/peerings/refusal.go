@@ -94,7 +94,7 @@ func as(own, nat string) string {
 	return "as " + nat
 }
 
-// standingText describes the networks of the peer here, with the reasons.
+// standingText describes how this cluster translates the peer's networks, with the reasons.
 func (s *peeringState) standingText() string {
 	names, texts := [2]string{"podCIDR", "externalCIDR"}, [2]string{}
 	n := networksOf(&s.copies[0])
@@ -107,8 +107,8 @@ func (s *peeringState) standingText() string {
 	return "used here: " + strings.Join(texts[:], "; ")
 }
 
-// reasonFor returns the reason for a network of the peer here. i is 0 for the PodCIDR and 1 for the
-// ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
+// reasonFor returns the reason for the translation of a network of the peer. i is 0 for the PodCIDR
+// and 1 for the ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
 func (s *peeringState) reasonFor(i int, seen string) string {
 	if here := s.translations[i].Here; !here.IsValid() || here.String() != seen {
 		return ""

@@ -31,8 +31,8 @@ type pace struct {
 
 // defaultPace is the pace outside of tests. A watch lasts as long as the server permits, usually
 // between half an hour and an hour. An API server does not end the watches of an identity that it
-// no longer accepts, and a server that disappears does not end any watch. One small request a
-// minute detects both cases. Such a request costs both sides a tenth of a new watch.
+// no longer accepts, and a server that disappears does not end any watch. A small request about
+// every 40 seconds detects both cases. Such a request costs both sides a tenth of a new watch.
 var defaultPace = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, check: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,

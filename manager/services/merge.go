@@ -226,8 +226,8 @@ func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 			IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol}, IPFamilyPolicy: ptr.To(corev1.IPFamilyPolicySingleStack),
 		},
 	}
-	// PreferSameZone is a synonym of PreferClose that older API servers do not know. PreferSameNode
-	// needs hints, which our slices do not have.
+	// PreferSameZone is a synonym of PreferClose that older API servers do not accept.
+	// PreferSameNode needs hints, which our slices do not have.
 	switch ptr.Deref(i.Spec.TrafficDistribution, "") {
 	case corev1.ServiceTrafficDistributionPreferClose, corev1.ServiceTrafficDistributionPreferSameZone:
 		s.Spec.TrafficDistribution = ptr.To(corev1.ServiceTrafficDistributionPreferClose)
@@ -309,12 +309,12 @@ func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 // maxSlice is the maximum number of endpoints that an API server accepts in an EndpointSlice.
 const maxSlice = 1000
 
-// sliceSize is the average number of endpoints in our EndpointSlices. Kubernetes uses the same
-// number.
+// sliceSize is the maximum average number of endpoints in our EndpointSlices. It equals Kubernetes'
+// default for the endpoints in one slice.
 const sliceSize = 100
 
 // slicesOf returns the EndpointSlices for one export. The hash of an endpoint's address determines
-// its slice, so that a new or removed endpoint changes only one slice.
+// its slice, so that a new or removed endpoint usually changes only one slice.
 func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
 	derived := DerivedName(key)
 	made := make(map[string]*discoveryv1.EndpointSlice)
