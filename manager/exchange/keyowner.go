@@ -137,9 +137,9 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 }
 
 // remember records on a TunnelEndpoint the keys whose possession the peer has proved. A record
-// lasts as long as the TunnelEndpoint has the key. Without records, a thief of the peer's private
-// key could take the key over after a rotation of our key, if the thief's new proof arrives before
-// the peer's.
+// lasts as long as the TunnelEndpoint has the key. A proof is made for our key, so it is invalid
+// after a rotation of our key. Without records, anybody who has stolen the peer's private key could
+// then take the key over, by sending a new proof before the peer does.
 func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
 	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
 	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {

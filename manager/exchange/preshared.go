@@ -28,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// maxPreshared is the number of peers for which the Secret has room, even while all of them change
-// their keys.
+// maxPreshared is the number of peers for which the Secret has room, even if all their states have
+// the maximum size.
 const maxPreshared = corev1.MaxSecretSize / postquantum.MaxStored
 
 // errPresharedFull means that the Secret has no room for another peer.

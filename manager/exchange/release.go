@@ -27,7 +27,8 @@ const reasonReleased = "NetworksReleased"
 
 // Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks
 // of peers that vanished without un-peering, if no object has named the peer for ipam.UnusedGrace.
-// Both times are in the IPAM state, so a restart of the manager does not reset them.
+// The IPAM state stores when each of these periods began, so a restart of the manager does not
+// reset them.
 type Releases struct {
 	Cache  client.Reader
 	Peers  peers.Peers

@@ -300,7 +300,7 @@ func (b *State) coversPool(p netip.Prefix) bool {
 	return false
 }
 
-// allocate finds a free network with the family and length of p in the pools, but not p itself. It
+// allocate finds a free network in the pools that has the family and length of p, but is not p. It
 // prefers networks that no former peer had.
 func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	taken := b.taken

@@ -14,9 +14,9 @@ type Translation struct {
 	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
 }
 
-// Explain returns the networks that the peer has, or would get with consent, for the request. Each
-// comes with its reason; the pods' network is first. The error is that of Allocate. The State does
-// not change.
+// Explain returns the two networks that the peer has for the request, or would get with consent,
+// each with its reason. The network of the pods is first. The error is the one that Allocate
+// returns. The State does not change.
 func (b State) Explain(c Request) (both [2]Translation, err error) {
 	c.Consented = true
 	next, got, err := b.Allocate(c)

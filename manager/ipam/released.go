@@ -116,7 +116,8 @@ func (b *State) conflictsWithOwn(p netip.Prefix) bool {
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
 // holdReplaced holds the networks of the peer that are in previous but not in current. These holds
-// begin at the time released; if it is zero, none begins. Holds of networks in current end.
+// begin at the time released. If that time is zero, the networks are not held. Holds of networks in
+// current end.
 func (b *State) holdReplaced(id string, current, previous Allocation, released time.Time) {
 	again := func(p netip.Prefix) bool { return contains(current.Pod, p) || contains(current.External, p) }
 	var kept []replaced

@@ -33,7 +33,7 @@ type allocation struct {
 	spec     isthmus.NetworkAllocationSpec
 	known    int64    // the object's revision when we first read it or last wrote it
 	overflow []string // removed networks that the object has no room to list; the next write frees them
-	pending  bool     // we wrote the object, but not yet the IpamStorage; until then, other managers do not adopt the object
+	pending  bool     // the object is written, but the IpamStorage is not yet; other managers adopt the object only afterwards
 }
 
 // sinceWith returns the first known version of the object that had the same networks as current,

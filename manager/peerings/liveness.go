@@ -105,8 +105,8 @@ func (p *Liveness) checkLease(ctx context.Context) {
 		p.since = time.Time{}
 	case p.since.IsZero():
 		p.lease, p.since = lease.Spec, now
-		// A restarted manager must not report Ready if the previous manager knew that no gateway was
-		// active.
+		// A restarted manager must not report Ready if the previous manager had detected that no
+		// gateway was active.
 		if r := lease.Spec.RenewTime; !p.wasRead && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
 			p.setSilent(p.sentence())
 		}

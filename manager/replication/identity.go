@@ -96,7 +96,7 @@ func (id *identity) checkInBand(p Target) error {
 		return errInBand
 	case p.InBand:
 		id.inBand, id.proxy = p.ID, ""
-	case id.server == isthmus.InBandServer: // this address would be our own API server
+	case id.server == isthmus.InBandServer: // without the tunnel, this URL is our own API server
 		return errOutOfBand
 	}
 	return nil
