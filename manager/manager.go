@@ -8,8 +8,8 @@
 // Package facts determines this cluster's networks, gateway and keys. Package peers lists its
 // peers. Package exchange publishes NetworkConfigs, answers those of the peers, and makes the
 // TunnelEndpoints and NatMappings that gateways and route agents apply. Package peerings reports
-// the result in the statuses of Peerings. The other packages (ipam, ipamstore, ipamrpc, queue,
-// replication, services) import none of these.
+// the result in the statuses of Peerings. The packages ipam, ipamstore, ipamrpc, queue, replication
+// and services import no package of this diagram.
 package manager
 
 import (

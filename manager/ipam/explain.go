@@ -37,9 +37,9 @@ func (b State) Explain(c Request) (both [2]Translation, err error) {
 // longer exists.
 const givenBefore = "another network was allocated earlier"
 
-// reasonFor returns the reason why the network here represents claim. b is the State without the
-// peer's own networks. An allocation outlives its reason, so the original reason may no longer
-// exist.
+// reasonFor returns the reason why this cluster uses the network here for the claimed network. b is
+// the State without the peer's own networks. An allocation outlives its reason, so the original
+// reason may no longer exist.
 func (b *State) reasonFor(c Request, field string, claim, here, want netip.Prefix) string {
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {

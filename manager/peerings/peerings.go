@@ -70,8 +70,8 @@ type Reconciler struct {
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
-	// Services shares Services. If it is nil, sharing is off, or impossible for the reason in
-	// ServicesLacking.
+	// Services is the controller that shares Services. It is nil if sharing is off, or if it is
+	// impossible for the reason in ServicesLacking.
 	Services        *services.Controller
 	ServicesLacking string
 	// Keys stores preshared keys. If it is nil, peers are offered no preshared key.
@@ -307,7 +307,7 @@ func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 
 // force ends the wait for the peer, and reports the objects that stay at the peer. It does so only
 // if an administrator forces the un-peering, if the tunnel to the peer's API server has to close,
-// or if the tenant namespace is being deleted, which has our identity at the peer.
+// or if the tenant namespace, which has our identity at the peer, is being deleted.
 func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {

@@ -29,7 +29,7 @@ const (
 	// of another condition.
 	maxMessage = 1000
 	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
-	// maxWhy bounds status.remote.podCIDRWhy, in octets.
+	// maxWhy bounds status.remote.podCIDRWhy and externalCIDRWhy, in octets.
 	maxWhy = 512
 )
 

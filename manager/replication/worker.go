@@ -38,7 +38,7 @@ type worker struct {
 	link   *link          // nil: there is no usable identity
 	unlink func()         // stops the sender of remote
 	remote chan change    // changes at the peer; nil without a link
-	pause  *backoff       // backoff of connections; the sender of remote uses it while it runs
+	pause  *backoff       // backoff of connections; only the sender of remote uses it while that sender runs
 	tries  backoff        // backoff of failed steps
 	retry  time.Time      // when to retry the failed steps; zero: no step failed
 
@@ -230,7 +230,7 @@ func (w *worker) blame(err error) {
 func (w *worker) sync(ctx context.Context) {
 	w.retry = time.Time{}
 	original, err := w.original(ctx)
-	if err != nil { // the cache does not have the kind, or is ending
+	if err != nil { // the cache does not have the kind NetworkConfig, or has stopped
 		w.again(ctx, "read the original", err)
 		return
 	}

@@ -158,8 +158,9 @@ type gathered struct {
 	peerings  []*isthmus.Peering
 }
 
-// recheckInterval is the interval at which a service is reconciled again while no event would
-// report a change, for example while a foreign EndpointSlice has the name of one of ours.
+// recheckInterval is the interval at which a service is reconciled again while it waits for a
+// change that causes no event, such as the deletion of a foreign EndpointSlice that has the name of
+// one of ours.
 const recheckInterval = time.Minute
 
 // again reports whether an error means that the cache was outdated.

@@ -414,9 +414,9 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// clusterNames returns the name of each cluster in DNS and in labels: its clusterName, if that is a
-// DNS label and no earlier cluster in the list has it; otherwise its clusterID or a digest of the
-// clusterID.
+// clusterNames returns the name of each cluster in DNS and in labels. This is its clusterName if
+// that is a DNS label and no earlier cluster in the list has the same name. Otherwise it is the
+// clusterID or a digest of the clusterID.
 func clusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {
