@@ -270,8 +270,8 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 }
 
 // agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints,
-// but reads them at least once per apiServerInterval. So a previous network becomes free with that
-// delay after the last peer has stopped using it.
+// but reads them at least once per apiServerInterval. So a previous network becomes free at most
+// that long after the last peer has stopped using it.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {

@@ -153,8 +153,9 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 		}
 		return b, old.Allocation, nil
 	}
-	// changed gets p before the new networks are chosen, because the refusal of one network may name
-	// the other network of the same peer. p may still change, because no other State has it yet.
+	// changed gets p before the new networks are chosen, because the refusal of one network may
+	// name the other network of the same peer. p may still change, because no other State has it
+	// yet.
 	p := *old
 	p.unused = time.Time{}
 	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got}

@@ -70,8 +70,8 @@ type Reconciler struct {
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
-	// Services is the controller that shares Services. It is nil if sharing is off, or if it is
-	// impossible for the reason in ServicesLacking.
+	// Services is the controller that shares Services. It is nil if sharing is off or impossible;
+	// in the latter case, ServicesLacking has the reason.
 	Services        *services.Controller
 	ServicesLacking string
 	// Keys stores preshared keys. If it is nil, peers are offered no preshared key.

@@ -64,7 +64,7 @@ type Peer struct {
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
 // InBandLeft returns the remaining time for which we wait for a peer that leaves in band. After
-// that time the tunnel closes, which is the only path to the peer's API server.
+// that time the tunnel closes, and with it the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
