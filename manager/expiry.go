@@ -33,12 +33,12 @@ const (
 )
 
 // An expiry ends the mappings of endpoints that are gone. Otherwise a peer would reach the next
-// owner of the address.
+// owner of such an endpoint's address.
 //
 // The manager does not watch Pods and Services. When an endpoint is mapped, expiry looks up the
-// owner of the address, and the IPAM state records its kind. Later it looks up the recorded
-// endpoints at intervals. An endpoint of unknown kind, such as a machine outside of the cluster,
-// stays until it is unmapped.
+// object that owns the address, and the IPAM state records the kind of that object. Later, expiry
+// looks up the recorded endpoints at intervals. An endpoint of unknown kind, such as a machine
+// outside of the cluster, stays until it is unmapped.
 type expiry struct {
 	// Reader reads from the API server directly, because a cache would watch all Pods and Services.
 	Reader client.Reader
@@ -144,7 +144,7 @@ func (x *expiry) ownerKind(ctx context.Context, ip netip.Addr) (string, error) {
 }
 
 // find returns the kind of an address's present owner: a node, a Service, a peer or a Pod. It
-// returns "" if neither the IPAM state nor the API server knows an owner. pace limits requests to
+// returns "" if it finds no owner in the IPAM state or at the API server. pace limits requests to
 // the API server.
 func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (string, error) {
 	b := x.Store.State()

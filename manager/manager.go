@@ -8,8 +8,8 @@
 // Package facts determines this cluster's networks, gateway and keys. Package peers lists its
 // peers. Package exchange publishes NetworkConfigs, answers those of the peers, and makes the
 // TunnelEndpoints and NatMappings that gateways and route agents apply. Package peerings reports
-// the result in the statuses of Peerings. The other packages (ipam, ipamstore, ipamrpc, queue,
-// replication, services) import none of these.
+// the result in the statuses of Peerings. The packages ipam, ipamstore, ipamrpc, queue, replication
+// and services import no package of this diagram.
 package manager
 
 import (
@@ -86,9 +86,9 @@ type Options struct {
 	LeaderElect bool
 	// Name identifies this manager to people, such as the name of its Pod.
 	Name string
-	// Instance is unique among managers, such as the UID of the Pod. A manager that restarts with the
-	// same Instance leads again at once. If it is empty, each start uses a new Instance, and waits
-	// until the previous Lease has expired.
+	// Instance is unique among managers, such as the UID of the Pod. A manager that restarts with
+	// the same Instance leads again at once. If it is empty, the manager uses a new Instance for
+	// each start, and waits until the previous Lease has expired.
 	Instance string
 	// Version is the version that the metric isthmus_build_info shows.
 	Version string
@@ -316,7 +316,7 @@ func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has optionalKinds)
 	return l, nil
 }
 
-// A leader is the part of a manager that only runs while it leads.
+// A leader is the part of a manager that runs only while the manager leads.
 type leader struct {
 	Options
 	mgr        ctrl.Manager

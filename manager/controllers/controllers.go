@@ -41,7 +41,7 @@ var familyReconciled = families.Gauge("manager_reconcile_success_timestamp_secon
 // like the metrics of controller-runtime.
 var Reconciled = prometheus.NewGaugeVec(prometheus.GaugeOpts(familyReconciled.Options()), familyReconciled.Labels)
 
-// Noted wraps a reconciler so that its successes set Reconciled.
+// Noted wraps a reconciler, so that Reconciled has the time of its last success.
 func Noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
 	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 		result, err := r.Reconcile(ctx, request)

@@ -22,7 +22,7 @@ var errNotWanted = errors.New("the peering is being taken down")
 // A change of the Facts causes a new request.
 var errTooEarly = errors.New("waiting until all nodes have reported the networks that they reach")
 
-// If the pools have room for fewer than fewLeft further peers, allocations log a warning.
+// If the pools have room for fewer than fewLeft further peers, each allocation logs a warning.
 const fewLeft = 16
 
 // decide validates the claim of a peer and allocates its networks.
@@ -118,7 +118,8 @@ func TranslationsOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfi
 
 // allocateClearOf allocates networks for a claim. It avoids networks that contain the gateway of a
 // peer, because packets to that gateway would be routed into a tunnel. Existing allocations do not
-// change, even if they contain a gateway. inside has the gateways in allocated networks.
+// change, even if they contain a gateway. inside has the addresses of the gateways that the peer's
+// existing networks contain.
 func allocateClearOf(b ipam.State, request ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {

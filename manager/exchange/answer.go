@@ -32,9 +32,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// answerReconciler answers the NetworkConfigs of the peers: it validates their claims, allocates
-// networks for them in the IPAM state, and writes the result into their status. A request has the
-// tenant namespace as namespace, and the cluster ID in the label liqo.io/originID as name.
+// answerReconciler answers the NetworkConfigs of the peers. It validates the claim in a
+// NetworkConfig, allocates networks for the claim in the IPAM state, and writes the answer into the
+// status of the NetworkConfig. A request has the tenant namespace as namespace, and the cluster ID
+// in the label liqo.io/originID as name.
 //
 // A refusal is a condition, not an error. A change of the Facts, the Peering, the IPAM state or
 // another peer causes a new request, because it may end the refusal.
@@ -50,7 +51,7 @@ type answerReconciler struct {
 
 	queue     queue.Queue
 	waiting   requests // requests that wait for a free network or address, keyed by forRoom
-	claimants requests // requests that wait for a key that another peer has, keyed by that key
+	claimants requests // all requests, keyed by the public keys in their NetworkConfig
 
 	// pruned is true if the API server drops conditions. It does so if Liqo's CRD of NetworkConfigs
 	// is installed, because that CRD has no conditions.
@@ -87,7 +88,8 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("answer", r))
 }
 
-// claimantsOf returns the requests that wait for a key in config, because that key may be free now.
+// claimantsOf returns the requests whose NetworkConfig lists a key in config. A change of config
+// may change the peer to which such a key belongs.
 func (r *answerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []reconcile.Request) {
 	for _, key := range publicKeysOf(config) {
 		all = append(all, r.claimants.with(key)...)
@@ -131,8 +133,8 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 			Message: fmt.Sprintf("there is more than one NetworkConfig of this cluster in namespace %s; want one", req.Namespace)}})
 	}
 	nc := &copies[0]
-	// The request is registered first, so that a release of networks during the decision causes
-	// another request.
+	// The request is registered first, so that a release of networks or keys during the decision
+	// causes another request.
 	r.waiting.add(req, forRoom)
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	allocation, claim, refusals, err := r.decide(ctx, peer, nc)
@@ -192,7 +194,7 @@ func sender(ctx context.Context, all peers.Peers, namespace, origin string) (pee
 const maxRefused = 16
 
 // refuseStranger refuses the NetworkConfigs in a namespace that is not their origin's tenant
-// namespace.
+// namespace. It writes nothing if the namespace has more than maxRefused NetworkConfigs.
 func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.InNamespace(copies[0].Namespace), client.Limit(maxRefused+1), client.UnsafeDisableDeepCopy); err != nil {

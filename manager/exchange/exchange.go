@@ -1,9 +1,9 @@
 // Package exchange implements the exchange of NetworkConfigs with the peers. It publishes our
 // NetworkConfigs, answers the peers' NetworkConfigs with networks from the IPAM, and agrees on
 // preshared keys. From the NetworkConfigs of both sides it makes the TunnelEndpoint and the
-// NatMapping of each peer. A RefusalGate withholds an answer until all nodes refuse packets to its
-// networks, so that no packet leaves in the clear. Releases frees the networks of a peer that has
-// left.
+// NatMapping of each peer. A RefusalGate withholds an answer until all nodes refuse packets to the
+// networks in the answer, so that no packet leaves in the clear. Releases frees the networks of a
+// peer that has left.
 //
 // The package owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys.
 // The manager runs its controllers. Package peerings uses this package to explain why two clusters

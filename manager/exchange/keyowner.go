@@ -137,9 +137,9 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 }
 
 // remember records on a TunnelEndpoint the keys whose possession the peer has proved. A record
-// lasts as long as the TunnelEndpoint has the key. Without records, a thief of the peer's private
-// key could take the key over after a rotation of our key, if the thief's new proof arrives before
-// the peer's.
+// lasts as long as the TunnelEndpoint has the key. A proof is made for our key, so it is invalid
+// after a rotation of our key. Without records, anybody who has stolen the peer's private key could
+// then take the key over, by sending a new proof before the peer does.
 func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
 	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
 	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {
@@ -199,8 +199,8 @@ func (in proofInputs) prove(self, peer string) string {
 }
 
 // reclaim gives a peer the keys whose possession it proves. If another peer's TunnelEndpoint has
-// such a key and that peer proves nothing, reclaim deletes the TunnelEndpoint. So a peer cannot
-// keep a foreign key by listing the key before its owner does.
+// such a key, and that peer does not prove possession as well, reclaim deletes the TunnelEndpoint.
+// So a peer cannot keep a foreign key by listing the key before its owner does.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
@@ -234,8 +234,8 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 	return nil
 }
 
-// acceptedBefore reports whether the claim of another peer with the key was accepted before the
-// claim nc. The caller has checked that no TunnelEndpoint has the key. acceptedBefore reads the
+// acceptedBefore reports whether another peer's claim with the key was accepted before the claim in
+// nc. The caller has checked that no TunnelEndpoint has the key. acceptedBefore reads the
 // conditions of the NetworkConfigs, which survive a restart. If both claims were accepted, the
 // older object wins. If provers is not empty, only claims in these namespaces count.
 func (v Validator) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {

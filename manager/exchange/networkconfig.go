@@ -107,7 +107,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, peers.ErrNoPeer) {
 		r.proofs.Delete(req.Name)
-		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owner references and finalizers delete everything else
+		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // the garbage collector and other controllers delete everything else
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)

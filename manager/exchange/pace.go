@@ -30,7 +30,7 @@ type pace struct {
 	peers map[string]*rate.Limiter // by cluster ID; only peers that have changed something
 }
 
-// delay returns the time that a change arriving now has to wait. It does not count the change.
+// delay returns how long a change that arrives now has to wait. It does not count the change.
 func (p *pace) delay(id string, now time.Time) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -28,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// maxPreshared is the number of peers for which the Secret has room, even while all of them change
-// their keys.
+// maxPreshared is the number of peers for which the Secret has room, even if all their states have
+// the maximum size.
 const maxPreshared = corev1.MaxSecretSize / postquantum.MaxStored
 
 // errPresharedFull means that the Secret has no room for another peer.
@@ -42,8 +42,9 @@ const (
 	exchangesAtOnce = 4
 )
 
-// Each write replaces the whole Secret in etcd. So after writesAtOnce writes, one write per
-// writePause stores the changes of all peers. One exchange takes three writes.
+// Each write replaces the whole Secret in etcd. So the first writesAtOnce writes follow at once.
+// After them, the changes of all peers are collected, and written once per writePause. One exchange
+// takes three writes.
 const (
 	writePause   = time.Second
 	writesAtOnce = 4
@@ -64,7 +65,7 @@ var (
 // changes of all peers together, so that its callers do not wait for the API server. Its methods
 // may be called concurrently.
 type KeyStore struct {
-	Client    client.Client // has a field owner
+	Client    client.Client // sets a field owner, which server-side apply requires
 	Direct    client.Reader // not cached
 	Namespace string
 	Peers     peers.Peers
@@ -314,7 +315,8 @@ func (k *KeyStore) create(ctx context.Context) error {
 
 // adopt replaces k.stored by the content of the Secret, and drops obsolete changes. A change is
 // obsolete if the Secret already has the new state, or if somebody has replaced the state from
-// which the change was made. The exchange with the peers of dropped changes continues.
+// which the change was made. If a peer's change is dropped, adopt queues the peer, so that the
+// exchange with it continues.
 func (k *KeyStore) adopt(secret *corev1.Secret) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -367,7 +369,7 @@ func (k *KeyStore) write(ctx context.Context) error {
 
 // agree advances the key exchange with a peer, schedules a write of the new state, and puts our
 // part of the exchange into spec. Until the state is stored, spec keeps the part that is already
-// published. An error of the Secret therefore does not keep the rest of spec from the peer.
+// published. So the peer gets the rest of spec even if the Secret cannot be written.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
@@ -394,7 +396,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 	if r.Keys.Waits(id) {
 		return published, nil
 	}
-	was, err := r.Keys.State(ctx, id) // the latest state, because only this peer's reconcile changes it
+	was, err := r.Keys.State(ctx, id) // the latest state, because only this reconciler stores states of this peer
 	if err != nil {
 		return published, err
 	}

@@ -35,7 +35,8 @@ const refusalGap = 20 * time.Millisecond
 const reasonNotRefused = "NotRefused"
 
 // A RefusalGate is the convergence gate: it withholds allocated networks from the peers until all
-// nodes refuse them. Until then a node would send packets to these networks in the clear.
+// nodes refuse them. A node refuses a network if it rejects those packets to the network that would
+// not go through a tunnel. Otherwise the node would send these packets in the clear.
 //
 //	IPAM state ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► RefusalGate ─► answer, TunnelEndpoint
 //
@@ -56,7 +57,7 @@ type RefusalGate struct {
 
 	mu          sync.Mutex
 	allocations map[string]observedAllocation
-	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
+	reported    map[string]int64            // resourceVersion that each node has reported: the node refuses the networks of all objects up to that version
 	late        map[string]int64            // nodes that the gate ignores, each with the resourceVersion that it had reported when Patience was over
 	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
@@ -127,7 +128,7 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	return true
 }
 
-// pendingNodes returns the nodes that do not refuse the networks of g yet, without the nodes that
+// pendingNodes returns the nodes that do not refuse the networks in g yet. It leaves out nodes that
 // the gate ignores. The caller holds w.mu.
 func (w *RefusalGate) pendingNodes(g observedAllocation) (nodes []string) {
 	for node, version := range w.reported {
@@ -139,7 +140,7 @@ func (w *RefusalGate) pendingNodes(g observedAllocation) (nodes []string) {
 	return nodes
 }
 
-// Late returns the number of nodes that did not report in time that they refuse a network.
+// Late returns the number of nodes that the gate ignores.
 func (w *RefusalGate) Late() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()

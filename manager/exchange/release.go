@@ -21,13 +21,14 @@ import (
 // releaseInterval is the interval between two calls of sweep.
 const releaseInterval = 5 * time.Minute
 
-// reasonReleased is the reason of the Event about networks released because no object named their
-// peer.
+// reasonReleased is the reason of the Event about networks that are released because no object
+// names their peer.
 const reasonReleased = "NetworksReleased"
 
 // Releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks
 // of peers that vanished without un-peering, if no object has named the peer for ipam.UnusedGrace.
-// Both times are in the IPAM state, so a restart of the manager does not reset them.
+// The IPAM state stores when each of these periods began, so a restart of the manager does not
+// reset them.
 type Releases struct {
 	Cache  client.Reader
 	Peers  peers.Peers

@@ -112,7 +112,7 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace belongs to no peer
-	wanted    bool                      // whether the tunnel must exist: the namespace belongs to a peer, and the peer is not leaving, or is still draining
+	wanted    bool                      // whether the tunnel must exist: the namespace belongs to a peer that is not leaving, or that is still draining
 	elsewhere bool                      // whether the cluster is a peer in another namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours; first the one with the right name
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
@@ -182,8 +182,8 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One of the NetworkConfigs is missing or being deleted. If ours is missing, somebody
-		// deleted it by mistake: the Peering still exists, so the peer's networks stay allocated.
+		// One of the NetworkConfigs is missing or being deleted. The Peering still exists, so if
+		// ours is missing, it was deleted by mistake. The peer's networks stay allocated.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -225,7 +225,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
-		return nil // not published yet; under Liqo's RBAC, the peer may have written this answer itself
+		return nil // the answer must not be used yet; under Liqo's RBAC, the peer may have written it itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
@@ -248,7 +248,8 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 // should stay: an object has not arrived yet, or there is a problem that a condition reports.
 //
 // The peer may write both NetworkConfigs and, under Liqo's RBAC, their status. So decide compares
-// the parts that are ours with our own state, and ignores an edit that is about to be reverted.
+// our networks in our NetworkConfig, and our answer in the peer's, with our own state. If they
+// differ, it returns nil, because our reconcilers are about to revert the edit.
 //
 // A refusal is often about the networks alone, such as a network in spec.overrides that is not
 // free. In this case the tunnel keeps its networks, but gets the rest of the claim, such as a new
@@ -333,9 +334,9 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to use the tunnel. The peer has to agree,
-// because our API server is then open to every host with the address of the peer's gateway. In a
-// Liqo cluster, every node has that address.
+// inBand reports whether both sides have configured their managers to use the tunnel. The peer has
+// to agree, because our API server is then open to every host with the address of the peer's
+// gateway. In a Liqo cluster, every node has that address.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }

@@ -119,9 +119,10 @@ func serviceEndpoint(s *corev1.Service, nodes []corev1.Node) (host string, ports
 	return host, ports, noHost, noPort
 }
 
-// outerAddress returns the address at which peers reach the node with the address inner: the node's
-// first ExternalIP, or otherwise its first InternalIP, in one of the Service's families. It returns
-// inner if the node is unknown or has no address in these families.
+// outerAddress returns the address at which peers reach the node that has the address inner. It
+// takes the first of the Service's families in which the node has an address, and prefers an
+// ExternalIP to an InternalIP. It returns inner if the node is unknown or has no address in these
+// families.
 func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node) string {
 	given, err := netip.ParseAddr(inner)
 	if err != nil {

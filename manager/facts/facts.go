@@ -19,11 +19,11 @@ type Facts struct {
 	Cluster      v1alpha1.ClusterIdentity
 	PodCIDR      netip.Prefix
 	ServiceCIDR  netip.Prefix
-	MoreServices []netip.Prefix // addresses of Services outside of ServiceCIDR, sorted
+	MoreServices []netip.Prefix // networks of ServiceCIDR objects, without addresses in ServiceCIDR; sorted
 	ExternalCIDR netip.Prefix
 	Nodes        []netip.Addr   // addresses of the nodes, sorted
 	APIServers   []netip.Addr   // addresses behind the Service of the API server, sorted
-	Reached      []ipam.Reached // networks that nodes report to reach without us
+	Reached      []ipam.Reached // networks that nodes reach without us, as their agents report
 	Endpoint     string         // IP address or DNS name at which peers reach our gateway
 	Port         uint16         // UDP
 	PublicKey    [32]byte       // WireGuard
@@ -41,8 +41,8 @@ type Facts struct {
 	// Missing has a sentence for each fact that is missing before a NetworkConfig can be published,
 	// such as `Secret isthmus-system/wireguard-pubkey: not found; the gateway creates it`.
 	Missing []string
-	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override. It
-	// is empty if both are known.
+	// NoEndpoint is a sentence about a missing Endpoint or Port. It is empty if both are known. It
+	// is not in Missing, because a Peering may override Endpoint and Port.
 	NoEndpoint string
 	// FewerTunnels is a sentence about the first further tunnel that lacks a valid key or a port.
 	// It is empty if Tunnels has all of the gateway's further tunnels.

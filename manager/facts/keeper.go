@@ -87,7 +87,7 @@ type Keeper struct {
 	facts       Facts
 	known       bool
 	detected    detected
-	podsIn      netip.Prefix // the PodCIDR in which a Pod was seen
+	podsIn      netip.Prefix // the last PodCIDR in which checkPodCIDR found a Pod
 	servers     []netip.Addr // addresses of API servers as last read
 	serversRead time.Time
 	conflicts   []ipam.Conflict
@@ -187,8 +187,9 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	return k.nextCheck(), nil
 }
 
-// reportIgnored records an Event on each object whose report is ignored, so that people see the
-// node's name. Kubernetes counts Events that differ only in their note as one Event.
+// reportIgnored records an Event about each part of a report that was not ignored before. The Event
+// refers to the object of the node. Kubernetes counts Events that differ only in their note as one
+// Event, so an Event on a common object would not show every node.
 func (k *Keeper) reportIgnored(now []fabric.Problem) {
 	for _, p := range now {
 		if slices.Contains(k.facts.Ignored, p) {
@@ -268,9 +269,9 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 	return f, k.configure(ctx, &f, agreed)
 }
 
-// agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints.
-// Therefore a previous network that no peer uses any more becomes free after at most
-// apiServerInterval.
+// agreed returns our networks that TunnelEndpoints name. The Keeper does not watch TunnelEndpoints,
+// but reads them at least once per apiServerInterval. So a previous network becomes free at most
+// that long after the last peer has stopped using it.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {
@@ -326,8 +327,8 @@ func (k *Keeper) configure(ctx context.Context, f *Facts, agreed []netip.Prefix)
 	return nil
 }
 
-// reports reads the networks that nodes report. For a node without a report it uses the networks of
-// the node's pods outside of the PodCIDR.
+// reports reads the networks that nodes report. For a node without a report, it uses the podCIDRs
+// of the Node; see unreported.
 func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	if k.began.IsZero() {
 		k.began = time.Now()

@@ -124,7 +124,7 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 		if kubeerr.IgnoreUnknown(err) != nil {
 			return fmt.Errorf("addresses of Pods: %w", err)
 		}
-		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // without permission to list Pods, the check cannot fail
+		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // without permission to list Pods, the PodCIDR counts as correct
 			addr, err := netip.ParseAddr(p.Status.PodIP)
 			return err == nil && f.PodCIDR.Contains(addr)
 		})

@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// refuse returns the refusal of a request. field is a field of the NetworkConfig; for an override,
-// it is a field of the Peering.
+// refuse returns the refusal of a request. field names the refused field: of the Peering if it
+// starts with spec.overrides, and of the NetworkConfig otherwise. It may be empty.
 func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
@@ -20,15 +20,16 @@ func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 type Request struct {
 	ID            string
 	Pod, External netip.Prefix // the claimed networks, as the peer's own cluster uses them
-	// WantPod and WantExternal are the networks that the overrides of our Peering demand here for
-	// Pod and External. Zero means that any network will do.
+	// WantPod and WantExternal are the networks that represent Pod and External here according to
+	// spec.overrides of our Peering. Zero means that any network will do.
 	WantPod, WantExternal netip.Prefix
 	// Allowed are networks outside of private space that may be used unchanged.
 	Allowed []netip.Prefix
 	// AlwaysRemap is true if neither network may be used unchanged.
 	AlwaysRemap bool
-	// Now is the present time. From then on, the networks that the peer loses by this request are
-	// held. If Now is zero, those networks are free at once.
+	// Now is the present time. Networks that a present peer loses by this request are held,
+	// starting at Now. If Now is zero, they are free at once. For a peer that had left, the hold
+	// continues from the time when it left.
 	Now time.Time
 	// Consented is true if an administrator has agreed to this claim. The peer may then get addresses
 	// that it did not have before.
@@ -74,7 +75,7 @@ func (b State) AllocationOf(id string) (Allocation, bool) {
 	return Allocation{}, false
 }
 
-// UsedForAnother reports whether addr is inside a network here of another peer than id.
+// UsedForAnother reports whether addr is inside a present or held network of a peer other than id.
 func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	for other, p := range b.peers {
 		if other != id && (p.Pod.Contains(addr) || p.External.Contains(addr)) {
@@ -152,9 +153,12 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 		}
 		return b, old.Allocation, nil
 	}
+	// changed gets p before the new networks are chosen, because the refusal of one network may
+	// name the other network of the same peer. p may still change, because no other State has it
+	// yet.
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // a message about the second network may name the first; p may change, because no other State has it yet
+	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got}
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placePrevious, (*State).placeAny} {
@@ -297,7 +301,7 @@ func (b *State) coversPool(p netip.Prefix) bool {
 	return false
 }
 
-// allocate finds a free network with the family and length of p in the pools, but not p itself. It
+// allocate finds a free network in the pools that has the family and length of p, but is not p. It
 // prefers networks that no former peer had.
 func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	taken := b.taken

@@ -96,8 +96,8 @@ func ConfigFrom(own *isthmus.OwnNetworks) (Config, error) {
 // FromAllocations restores the State from NetworkAllocations. If two of them contradict each other,
 // the first one wins. Invalid entries and mappings are left out, and the errors name them.
 //
-// A manager may have stopped while it wrote a change of our own networks. Objects that still name
-// our previous networks are adapted as Configure would have done.
+// A manager may have stopped while it wrote a change of our own networks. FromAllocations adapts
+// objects that still name our previous networks, as Configure would have done.
 func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []error) {
 	b := State{own: own, peers: make(map[string]*account, len(all)), endpoints: make(map[netip.Addr]*endpoint)}
 	var (
@@ -149,8 +149,8 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 	return b, wrong
 }
 
-// entry parses the entry of one cluster. local is our ExternalCIDR, present or previous, that
-// contains the addresses of its mapped endpoints.
+// entry parses the entry of one cluster. local is our ExternalCIDR at the time when the entry was
+// written. It contains the addresses of the entry's mapped endpoints.
 func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *account, local netip.Prefix, held []replaced) {
 	if wrong := fabric.CheckClusterID(spec.ClusterID); wrong != "" {
 		r.fail("spec.clusterID", "%s", wrong)

@@ -39,9 +39,9 @@ func (c Conflict) String() string {
 // The returned conflicts are those of Conflicts.
 //
 // If the ExternalCIDR changes to one of the same length, mapped endpoints keep their host bits;
-// otherwise they get new addresses. Answers of peers that do not fit our new networks are
-// forgotten. If the PodCIDR changes, all answers for the PodCIDR are forgotten: a peer cannot reach
-// the new PodCIDR until it answers again.
+// otherwise they get new addresses. A peer's answer that does not fit our new networks is
+// forgotten. If the PodCIDR changes, all answers for the PodCIDR are forgotten, so a peer cannot
+// reach the new PodCIDR until it answers again.
 func (b State) Configure(c Config) (State, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = defaultPools()
@@ -262,7 +262,8 @@ func (b State) Conflicts() []Conflict {
 	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
 	for i, n := range ours {
 		for o := range b.obstacles {
-			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // o is one of our later networks, and the overlap is reported for o
+			// An overlap of two of our networks is reported for the later one in ours.
+			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name })
 			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
 			if !itself && !o.previous && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
 				n.With, n.Other = o.name+o.owner, o.prefix

@@ -68,12 +68,13 @@ func (b State) Mapped(id string, ip netip.Addr) bool {
 }
 
 // KnowsNodes reports whether Configure has been called with nodes. Until then, Guarded cannot
-// recognize nodes: no object stores them, although every cluster has some.
+// recognize nodes, because no object stores their addresses. Every cluster has nodes, so a list
+// without nodes means that Configure has not received them yet.
 func (b State) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
-// Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
-// allows it: a node, a Service, an API server or an endpoint of another peer. It returns "" for any
-// other endpoint.
+// Guarded returns a clause with the kind of a guarded endpoint, such as "is an address of a node".
+// It returns "" for any other endpoint. Nodes, Services, API servers and endpoints of other peers
+// are guarded: they may be mapped for a peer only if an administrator allows it.
 func (b State) Guarded(ip netip.Addr) string {
 	switch {
 	case b.IsNode(ip):

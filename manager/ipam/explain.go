@@ -14,9 +14,9 @@ type Translation struct {
 	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
 }
 
-// Explain returns the networks that the peer has, or would get with consent, for the request. Each
-// comes with its reason; the pods' network is first. The error is that of Allocate. The State does
-// not change.
+// Explain returns the two networks that the peer has for the request, or would get with consent,
+// each with its reason. The network of the pods is first. The error is the one that Allocate
+// returns. The State does not change.
 func (b State) Explain(c Request) (both [2]Translation, err error) {
 	c.Consented = true
 	next, got, err := b.Allocate(c)
@@ -33,12 +33,13 @@ func (b State) Explain(c Request) (both [2]Translation, err error) {
 	return both, nil
 }
 
-// givenBefore is the reason for a remapped network whose original reason no longer exists.
+// givenBefore is the reason for a remapped network if the original reason for the remapping no
+// longer exists.
 const givenBefore = "another network was allocated earlier"
 
-// reasonFor returns the reason why the network here represents claim. b is the State without the
-// peer's own networks. An allocation outlives its reason, so the original reason may no longer
-// exist.
+// reasonFor returns the reason why this cluster uses the network here for the claimed network. b is
+// the State without the peer's own networks. An allocation outlives its reason, so the original
+// reason may no longer exist.
 func (b *State) reasonFor(c Request, field string, claim, here, want netip.Prefix) string {
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {

@@ -57,7 +57,7 @@ func (b State) Part(id string, now time.Time) State {
 // our own hosts. Yield returns the networks whose hold ended. If there are none, the State is
 // unchanged.
 //
-// Networks that nodes merely reach do not count: they are foreign, and may even be routes to a
+// Networks that nodes merely reach do not count: they are not our own, and may even belong to a
 // former peer. If only one network of a former peer overlaps, the other network is treated as in
 // EndHolds.
 func (b State) Yield() (next State, ended []netip.Prefix) {
@@ -116,7 +116,8 @@ func (b *State) conflictsWithOwn(p netip.Prefix) bool {
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
 // holdReplaced holds the networks of the peer that are in previous but not in current. These holds
-// begin at the time released; if it is zero, none begins. Holds of networks in current end.
+// begin at the time released. If that time is zero, the networks are not held. Holds of networks in
+// current end.
 func (b *State) holdReplaced(id string, current, previous Allocation, released time.Time) {
 	again := func(p netip.Prefix) bool { return contains(current.Pod, p) || contains(current.External, p) }
 	var kept []replaced
@@ -136,10 +137,10 @@ func (b *State) holdReplaced(id string, current, previous Allocation, released t
 	}
 }
 
-// Regain holds networks that nodes refuse for a peer but that the State does not have, as if the
-// peer had released them now. If the peer is unknown, it gets the first two networks again
-// when it returns. The result unheld has the networks that cannot be held, because they are in use
-// or there is no room.
+// Regain is for networks of a peer that nodes refuse but that the State lacks. It holds them, as if
+// the peer had released them now. If the peer is unknown, it gets the first two networks again when
+// it returns. The result unheld has the networks that cannot be held, because they are in use or
+// there is no room.
 func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, unheld []netip.Prefix) {
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {
@@ -173,7 +174,7 @@ func (b *State) full(id string) bool {
 	return count >= maxHeldPerPeer || len(b.replaced) >= maxReplaced
 }
 
-// overlapsAnother reports whether p overlaps a network of a peer other than id, present or held.
+// overlapsAnother reports whether p overlaps a present or held network of a peer other than id.
 func (b *State) overlapsAnother(id string, p netip.Prefix) bool {
 	for other, a := range b.peers {
 		if other != id && (a.Pod.Overlaps(p) || a.External.Overlaps(p)) {
@@ -199,8 +200,9 @@ func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 		fabric.ReleaseHold, until(full[0].released))
 }
 
-// NetworksOf returns the peer's networks, both present and held. Nodes refuse packets to them that
-// would not go through a tunnel.
+// NetworksOf returns the two networks of the peer, which are held if the peer has left, and its
+// replaced networks that are still held. Nodes refuse packets to these networks that would not go
+// through a tunnel.
 func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
 		all = append(all, p.Pod, p.External)

@@ -50,8 +50,8 @@ type Config struct {
 	// Pools are the networks to allocate from, in this order. If Pools is nil, defaultPools is
 	// used. Reserved are networks that no peer gets.
 	Pools, Reserved []netip.Prefix
-	// Services are the reserved networks with addresses of Services outside of ServiceCIDR. Spec
-	// stores them only as reserved networks.
+	// Services are networks of Services besides ServiceCIDR. They are also in Reserved, and Spec
+	// stores them only there.
 	Services []netip.Prefix
 	// Nodes are addresses that no peer's network may contain, including those of API servers. Spec
 	// contains neither Nodes nor Reached nor Agreed, because they change with the cluster.
@@ -120,7 +120,7 @@ type State struct {
 	own       Config
 	peers     map[string]*account      // neither the map nor its accounts change once a State has them
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
-	taken     tree                     // all networks unavailable to peers, including those of peers
+	taken     tree                     // all networks that a peer cannot get, including the networks that peers have
 	nodes     tree                     // addresses of nodes, and the networks that nodes reach
 	departed  []departed               // peers that have left; immutable
 	replaced  []replaced               // held networks of peers that now have others; immutable
@@ -160,8 +160,8 @@ func (b State) Own() Config {
 	return c
 }
 
-// Peers returns the sorted IDs of all peers that have answered, or that have a present or held
-// network.
+// Peers returns the sorted IDs of all peers that have answered or have networks, including peers
+// that left and whose two networks are held.
 func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
 // Answered records the peer's answer: the networks that represent our PodCIDR and ExternalCIDR at
@@ -205,8 +205,8 @@ func (b State) AnswerOf(id string) (seen Allocation) {
 	return seen
 }
 
-// fits reports whether p can represent original: both have the same family and length, and pods can
-// have the addresses of p.
+// fits reports whether the network p can represent the network original: both have the same family
+// and length, and pods can have the addresses of p.
 func fits(p, original netip.Prefix) bool {
 	return original.IsValid() && fabric.CheckNetwork(p) == "" && p.Addr().BitLen() == original.Addr().BitLen() && p.Bits() == original.Bits()
 }

@@ -119,10 +119,10 @@ func nat(seen, own netip.Prefix) string {
 	return text(seen)
 }
 
-// Read makes a State from the spec of an IpamStorage as Liqo or Spec writes it. The error names the
-// first invalid field, in alphabetical order. Read ignores values that follow from other fields:
-// prefixes, natMappingsConfigured, and the mappings of the gateway's own address. The spec has no
-// nodes, so the caller has to call Configure.
+// Read makes a State from the spec of an IpamStorage that Liqo, or the method State.Spec, has
+// written. The error names the first invalid field, in alphabetical order. Read ignores values that
+// follow from other fields: prefixes, natMappingsConfigured, and the mappings of the gateway's own
+// address. The spec has no nodes, so the caller has to call Configure.
 func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {
 	if n := len(spec.ClusterSubnets); n > MaxPeers {
 		return State{}, fmt.Errorf("spec.clusterSubnets: has %d peers; want at most %d", n, MaxPeers)
@@ -208,7 +208,8 @@ func (r *reader) network(field, value string) netip.Prefix {
 	return p
 }
 
-// answer parses the network by which a peer represents our network original.
+// answer parses value, the network by which a peer represents one of our networks. Our network is
+// original.
 func (r *reader) answer(field, value string, original netip.Prefix, originalField string) netip.Prefix {
 	if value == "" {
 		return netip.Prefix{}

@@ -30,7 +30,7 @@ func (l *lengths) addAll(other lengths) { l[0] |= other[0]; l[1] |= other[1] }
 // with returns the tree with p added once.
 func (t tree) with(p netip.Prefix) tree { return t.change(p, +1) }
 
-// without returns the tree with p, which it must contain, removed once.
+// without returns the tree with p removed once. The tree must contain p.
 func (t tree) without(p netip.Prefix) tree { return t.change(p, -1) }
 
 func (t tree) change(p netip.Prefix, delta int) tree {
@@ -261,7 +261,8 @@ func half(p netip.Prefix, b int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16(a), i+1)
 }
 
-// move puts the host bits of a onto the network to, which has a's family.
+// move returns the address in the network to that has the same host bits as the address a. Both
+// have the same family.
 func move(a netip.Addr, to netip.Prefix) netip.Addr {
 	host, network := a.AsSlice(), to.Addr().AsSlice()
 	for i := range host {

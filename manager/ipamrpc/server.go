@@ -54,8 +54,8 @@ type Options struct {
 	// Plain serves any client without TLS, as Liqo's own service does, and identifies a caller by its
 	// address. A NetworkPolicy has to keep other Pods away (deploy/networkpolicy/ipam.yaml).
 	Plain bool
-	// Allow lists networks whose endpoints may be mapped although ipam.State.Guarded names them:
-	// nodes, Services, and endpoints of other peers.
+	// Allow lists networks in which guarded endpoints may be mapped, such as nodes and Services;
+	// see ipam.State.Guarded.
 	Allow []netip.Prefix
 	// OwnerKind returns the kind of the present owner of an address, such as "node" or "pod", or ""
 	// if no owner was found. It is called before an endpoint is mapped, and may be nil.
@@ -196,9 +196,10 @@ func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
 	return s.update(ctx, func(b ipam.State) (ipam.State, error) { return b.Withdraw(id, ip, caller, deleted) })
 }
 
-// deletedRequesters returns the requesters of a mapping whose names are addresses of Pods that no
-// longer exist. A virtual kubelet without a certificate gets a new address when it restarts.
-// Without deletedRequesters, its mappings under the old address would stay for ever.
+// deletedRequesters returns those requesters of a mapping whose Pod no longer exists. It can check
+// only requesters without a certificate, whose name is the address of their Pod. Such a virtual
+// kubelet gets a new address when it restarts. Without deletedRequesters, the mappings that it
+// requested under the old address would stay for ever.
 func (s *server) deletedRequesters(ctx context.Context, id string, ip netip.Addr) (deleted []string) {
 	if s.ownerKind == nil {
 		return nil

@@ -21,23 +21,24 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// maxNetworks bounds the networks of a NetworkAllocation, and also its freed networks. The schema
-// has the same bound.
+// maxNetworks bounds two lists of a NetworkAllocation: its networks, and its freed networks. The
+// schema has the same bound.
 const maxNetworks = 32
 
 // An allocation is the content of one NetworkAllocation as last read or written.
 type allocation struct {
 	uid      types.UID
 	version  string
-	since    int64 // the first version with the present networks, as far as we know
+	since    int64 // the first version with the present networks, or a later one if that version was not seen
 	spec     isthmus.NetworkAllocationSpec
 	known    int64    // the object's revision when we first read it or last wrote it
 	overflow []string // removed networks that the object has no room to list; the next write frees them
-	pending  bool     // we wrote the object, but not yet the IpamStorage; until then, other managers do not adopt the object
+	pending  bool     // the object is written, but the IpamStorage is not yet; other managers adopt the object only afterwards
 }
 
-// sinceWith returns the first version of the object that had the networks of current. If a node has
-// reported that version, it does not need to report a later one.
+// sinceWith returns the first known version of the object that had the same networks as current,
+// which is the object as just read or written. A node that has reported that version does not need
+// to report a later one.
 func (a allocation) sinceWith(current *isthmus.NetworkAllocation) int64 {
 	same := a.uid == current.UID && a.spec.Revision == current.Spec.Revision && slices.Equal(a.spec.Networks, current.Spec.Networks)
 	if !same || a.since > fabric.Version(current.ResourceVersion) {
@@ -248,8 +249,8 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 	return &next
 }
 
-// lacks returns those networks of had that an object neither lists nor frees with a higher
-// revision.
+// lacks returns the networks in had that are lost in spec: spec neither lists them nor frees them
+// with a revision higher than the given one.
 func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, revision int64) []netip.Prefix {
 	return slices.DeleteFunc(slices.Clone(had), func(p netip.Prefix) bool {
 		return slices.Contains(spec.Networks, p.String()) || slices.ContainsFunc(spec.Freed, func(f isthmus.FreedNetwork) bool {
@@ -265,7 +266,8 @@ func latestFirst(all map[string]isthmus.NetworkAllocationSpec) []isthmus.Network
 	})
 }
 
-// stateOf returns the State stored in NetworkAllocations. Earlier entries in all take precedence.
+// stateOf returns the State stored in NetworkAllocations. If two entries contradict each other, the
+// first one in the list wins.
 func (s *Store) stateOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ipam.State {
 	state, wrong := ipam.FromAllocations(own, slices.DeleteFunc(all, func(spec isthmus.NetworkAllocationSpec) bool { return spec.ClusterID == s.self }))
 	for _, err := range wrong {

@@ -136,9 +136,9 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	return state, nil
 }
 
-// withAllocations holds the networks that NetworkAllocations list but the State lacks, because
-// nodes refuse them. Either the State has lost these networks, or a manager was stopped before it
-// freed them.
+// withAllocations handles networks that NetworkAllocations list but the State lacks. It holds them,
+// because nodes refuse them. Either the State has lost these networks, or a manager was stopped
+// before it freed them.
 func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.State, error) {
 	now, err := s.Now(ctx)
 	if err != nil {

@@ -15,8 +15,8 @@
 // Each manager that becomes the leader begins a session, with a number higher than all earlier
 // ones. The Store accepts a write of another manager if the session of that manager is higher than
 // ours, and if each network that the write removes is listed as freed. The Store overwrites any
-// other change, such as an edit, a deletion or an older backup (exceptions: field Session of
-// NetworkAllocationSpec).
+// other change, such as an edit, a deletion or an older backup. The comment of
+// NetworkAllocationSpec.Session lists two exceptions.
 package ipamstore
 
 import (
@@ -333,8 +333,8 @@ func Metadata() *metav1.PartialObjectMetadata {
 	return m
 }
 
-// reread adopts the writes of other managers. It ignores all other changes, which write then
-// reverts.
+// reread adopts the writes of other managers. It ignores all other changes, which the method write
+// then reverts.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
@@ -463,8 +463,8 @@ func (s *Store) publish(next ipam.State) {
 	}
 }
 
-// send sends an event for each name, and never blocks. It receives the events that nobody has
-// received yet from ch and merges them with the new ones. Only one goroutine may send to ch.
+// send sends an event for each name, and never blocks. It takes unread events out of ch, and merges
+// them with the new ones. Only one goroutine may send to ch.
 func send(ch chan event.GenericEvent, names []string) {
 	pending := make(map[string]bool)
 	for waiting := true; waiting; {

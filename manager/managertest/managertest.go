@@ -31,8 +31,8 @@ import (
 )
 
 // Server is the API server of all tests of a package, with our CRDs. Each test uses its own
-// namespaces and cluster IDs. Such tests do not run in parallel, because managers see all
-// namespaces.
+// namespaces and cluster IDs. Tests that use Server must not run in parallel, because each manager
+// sees all namespaces.
 var (
 	Server *kubetest.Server
 	Config *rest.Config

@@ -63,7 +63,7 @@ type peeringState struct {
 	keyOwner     string              // another peer that has a key of the claim, if the claim is refused because of the key
 }
 
-// steps has all conditions except Ready, in the order in which they become true.
+// steps has the conditions on which Ready depends, in the order in which they become true.
 var steps = []string{
 	isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
 	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
@@ -125,7 +125,7 @@ func remoteNetworks(s peeringState) isthmus.Networks {
 	return n
 }
 
-// conditionsFor computes all conditions, by type.
+// conditionsFor computes Ready and the conditions in steps, by type.
 func conditionsFor(s peeringState) map[string]condition {
 	conditions := make(map[string]condition)
 	if s.conflict != "" {
@@ -159,7 +159,7 @@ func readyCondition(s peeringState, conditions map[string]condition) condition {
 			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // the replicator has not checked again yet, so Ready stays True
 		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(conditions):
 			apart = v.message
-		case len(s.lacking) > 0: // the first cause may explain the others
+		case len(s.lacking) > 0: // a problem of our setup may be the cause of the other problems
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
 		case v.reason == isthmus.ReasonGatewaySilent:
 			return v

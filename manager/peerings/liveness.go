@@ -21,8 +21,8 @@ const (
 	livenessInterval = 2 * time.Second
 	// livenessTimeout is the time for which the Lease may stay unchanged. It is longer than a
 	// takeover by a standby, which may acquire the Lease after 7 s. It is also longer than three
-	// renewals if a slow API server does not answer the first two: each of these takes 4.5 s with
-	// the pause after it, and the third succeeds 2 s later.
+	// renewals of which a slow API server answers only the third. The first two take 4.5 s each,
+	// including the pause after them. The third takes 2 s.
 	livenessTimeout = 12 * time.Second
 	// releasedTimeout is the time for which a Lease may have no holder. A standby acquires it within 2
 	// s. Without a standby, the gateway acquires it as soon as its Pod runs again.
@@ -105,8 +105,8 @@ func (p *Liveness) checkLease(ctx context.Context) {
 		p.since = time.Time{}
 	case p.since.IsZero():
 		p.lease, p.since = lease.Spec, now
-		// A restarted manager must not report Ready if the previous manager knew that no gateway was
-		// active.
+		// A restarted manager must not report Ready if the previous manager had detected that no
+		// gateway was active.
 		if r := lease.Spec.RenewTime; !p.wasRead && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
 			p.setSilent(p.sentence())
 		}

@@ -70,8 +70,8 @@ type Reconciler struct {
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
-	// Services shares Services. If it is nil, sharing is off, or impossible for the reason in
-	// ServicesLacking.
+	// Services is the controller that shares Services. It is nil if sharing is off or impossible;
+	// in the latter case, ServicesLacking has the reason.
 	Services        *services.Controller
 	ServicesLacking string
 	// Keys stores preshared keys. If it is nil, peers are offered no preshared key.
@@ -291,7 +291,7 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 }
 
 // deleteCopies deletes the NetworkConfigs here of a peer that was reached in band. The peer's
-// manager can no longer reach these objects, and the peer's Peering may be deleted as well.
+// manager can no longer reach these objects.
 func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
@@ -305,9 +305,9 @@ func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	return nil
 }
 
-// force ends the wait for the peer, and reports the objects that stay at the peer. It is called if
-// an administrator forces the un-peering, if the tunnel to the peer's API server closes, or if
-// somebody deletes the tenant namespace, which has our identity at the peer.
+// force ends the wait for the peer, and reports the objects that stay at the peer. It does so only
+// if an administrator forces the un-peering, if the tunnel to the peer's API server has to close,
+// or if the tenant namespace, which has our identity at the peer, is being deleted.
 func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {

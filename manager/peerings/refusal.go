@@ -29,7 +29,7 @@ const (
 	// of another condition.
 	maxMessage = 1000
 	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
-	// maxWhy bounds status.remote.podCIDRWhy, in octets.
+	// maxWhy bounds status.remote.podCIDRWhy and externalCIDRWhy, in octets.
 	maxWhy = 512
 )
 
@@ -94,7 +94,7 @@ func as(own, nat string) string {
 	return "as " + nat
 }
 
-// standingText describes the networks of the peer here, with the reasons.
+// standingText describes how this cluster translates the peer's networks, with the reasons.
 func (s *peeringState) standingText() string {
 	names, texts := [2]string{"podCIDR", "externalCIDR"}, [2]string{}
 	n := networksOf(&s.copies[0])
@@ -107,8 +107,8 @@ func (s *peeringState) standingText() string {
 	return "used here: " + strings.Join(texts[:], "; ")
 }
 
-// reasonFor returns the reason for a network of the peer here. i is 0 for the PodCIDR and 1 for the
-// ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
+// reasonFor returns the reason for the translation of a network of the peer. i is 0 for the PodCIDR
+// and 1 for the ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
 func (s *peeringState) reasonFor(i int, seen string) string {
 	if here := s.translations[i].Here; !here.IsValid() || here.String() != seen {
 		return ""
@@ -128,8 +128,8 @@ func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem s
 	return s.refused(what, problem, s.remedyHere(nc, reason))
 }
 
-// changes describes the differences between the peer's claim and the networks in force, and its
-// networks here.
+// changes describes each claimed network that differs from the network in force, and how this
+// cluster would translate it.
 func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 	had := [2]string{}
 	if s.endpoint != nil {

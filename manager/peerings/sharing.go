@@ -16,7 +16,7 @@ import (
 type servicesState struct {
 	on      bool
 	lacking string // the reason why no services are shared, or ""
-	checked bool   // whether the peer's API server was checked
+	checked bool   // whether the PeerServices at the peer were checked
 	counted bool   // whether each of the peer's services was checked
 	sharing replication.Sharing
 	imports services.Imports

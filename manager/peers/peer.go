@@ -63,8 +63,8 @@ type Peer struct {
 // Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. After that time the
-// tunnel closes. It is the only path to the peer's API server.
+// InBandLeft returns the remaining time for which we wait for a peer that leaves in band. After
+// that time the tunnel closes, and with it the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
@@ -182,7 +182,7 @@ func (p Peers) find(ctx context.Context, index, value string) (Peer, error) {
 	return p.findForeign(ctx, index, value)
 }
 
-// Conflict returns the reason for which a Peering is ignored, or "".
+// Conflict returns the reason why a Peering is ignored, or "".
 func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
 	id, ns := peering.Spec.Cluster.ClusterID, peering.Spec.TenantNamespace.Local
 	if id == p.Self {

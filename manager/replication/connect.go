@@ -35,8 +35,9 @@ func (w *worker) secretFeed() feed {
 	}
 }
 
-// connect makes a link for id. After delay, it follows the copies over that link. pause counts
-// failures across links. If id is for another API server, connect drops the known copies.
+// connect makes a link for an identity. After the given delay, it lists and watches the copies over
+// that link. pause counts failures, including those of earlier links. If the identity is for
+// another API server, connect drops the known copies.
 func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
 	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
 	if err != nil {

@@ -24,15 +24,15 @@ type pace struct {
 	// authority is the interval of reads of the certificate authority that the peer publishes.
 	authority time.Duration
 
-	// turns limits the requests of all workers to one API server that wait for a response: it has
-	// one element for each such request. A nil channel means no limit.
+	// turns limits the concurrent requests of all workers to one API server. It holds one element
+	// for each request that waits for a response. A nil channel means no limit.
 	turns chan struct{}
 }
 
 // defaultPace is the pace outside of tests. A watch lasts as long as the server permits, usually
 // between half an hour and an hour. An API server does not end the watches of an identity that it
-// no longer accepts, and a server that disappears does not end any watch. One small request a
-// minute detects both cases. Such a request costs both sides a tenth of a new watch.
+// no longer accepts, and a server that disappears does not end any watch. A small request about
+// every 40 seconds detects both cases. Such a request costs both sides a tenth of a new watch.
 var defaultPace = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, check: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,

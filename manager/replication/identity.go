@@ -96,7 +96,7 @@ func (id *identity) checkInBand(p Target) error {
 		return errInBand
 	case p.InBand:
 		id.inBand, id.proxy = p.ID, ""
-	case id.server == isthmus.InBandServer: // this address would be our own API server
+	case id.server == isthmus.InBandServer: // without the tunnel, this URL is our own API server
 		return errOutOfBand
 	}
 	return nil
@@ -273,8 +273,7 @@ func readToken(token string) (serviceToken, bool) {
 }
 
 // renewal returns the time at which a tenth of the token's life is over. Because tokens are renewed
-// so early, a cluster may be switched off for up to nine tenths of a token's life, however long a
-// life the API server grants.
+// so early, a cluster may be switched off for up to nine tenths of a token's life.
 func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 10) }
 
 // expired describes a token that has expired. If an API server caps the life of tokens, a cluster

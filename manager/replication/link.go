@@ -197,7 +197,7 @@ func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// bounded is a response body of which at most left octets can be read. Further reads fail.
+// bounded limits a response body: after left more octets, reads fail.
 type bounded struct {
 	io.ReadCloser
 	left int

@@ -105,7 +105,7 @@ type view struct {
 	server   string // the peer's API server; "" without an identity
 	original *v1alpha1.NetworkConfig
 	copies   map[string]*v1alpha1.NetworkConfig
-	listed   bool // whether copies were listed at this server, perhaps some time ago
+	listed   bool // whether a list of our copies at this server has ever succeeded; copies may be out of date
 }
 
 // published returns the condition Published: whether the last known copy equals the original.

@@ -6,9 +6,9 @@
 //	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
 //
 // Each peer has its own worker, a goroutine that owns all state of this peer. So one peer cannot
-// delay another. An event of the identity Secret (one object, watched by name), of the copies at
-// the peer, or of the original in the manager's cache only triggers a comparison of original and
-// copies.
+// delay another. The worker receives events about three objects: the identity Secret, which it
+// watches by name; the copies at the peer; and the original in the manager's cache. An event only
+// triggers a comparison of the original and the copies.
 //
 //	Secret ──follow──► worker ──► link (client of the peer's API server) ──follow──► worker: plan, do, State
 //

@@ -302,7 +302,8 @@ func (s *sharer) remove(ctx context.Context, o *isthmus.PeerServices) error {
 	return err
 }
 
-// seen returns the state at the peer. A refusal counts only if it is about the present content.
+// seen returns Withdrawn and Refused of the Sharing, according to the objects at the peer. A
+// refusal counts only if it is about the present content of its object.
 func (s *sharer) seen() (sharing Sharing) {
 	sharing.Withdrawn = s.listed && len(s.have) == 0
 	for _, name := range slices.Sorted(maps.Keys(s.have)) {

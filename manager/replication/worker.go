@@ -38,12 +38,12 @@ type worker struct {
 	link   *link          // nil: there is no usable identity
 	unlink func()         // stops the sender of remote
 	remote chan change    // changes at the peer; nil without a link
-	pause  *backoff       // backoff of connections; the sender of remote uses it while it runs
+	pause  *backoff       // backoff of connections; only the sender of remote uses it while that sender runs
 	tries  backoff        // backoff of failed steps
 	retry  time.Time      // when to retry the failed steps; zero: no step failed
 
 	copies map[string]*v1alpha1.NetworkConfig // our copies at the peer, by name
-	listed bool                               // whether copies were listed at this API server, perhaps some time ago
+	listed bool                               // whether a list of our copies at this API server has ever succeeded; copies may be out of date
 	up     bool                               // whether the last request succeeded
 
 	// answer is the last answer that was written into the original. stored is the resulting status
@@ -112,9 +112,8 @@ func (w *worker) run(ctx context.Context) {
 	}
 }
 
-// pace returns the pace of requests to the peer. Through the tunnel, pauses are shorter: attempts
-// fail at once while the tunnel is down, and when the tunnel is up again, answers of the peer may
-// be waiting.
+// pace returns the pace of requests to the peer. Through the tunnel, pauses are shorter. While the
+// tunnel is down, attempts fail at once. When it is up again, an answer of the peer may be waiting.
 func (w *worker) pace() pace {
 	p := w.r.pace
 	if w.peer.InBand {
@@ -162,7 +161,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	var secret *corev1.Secret
 	switch {
-	case apierrors.IsForbidden(c.err) && w.link == nil: // if there is a link, the API server may have just started
+	case apierrors.IsForbidden(c.err) && w.link == nil: // with a link, the Secret was readable before, and our API server may have just started
 		return without(isthmus.ReasonSecretMissing, "%s: the manager is not allowed to read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
 		w.log.Warn("cannot watch the peer's identity Secret", "secret", where, "error", c.err)
@@ -231,7 +230,7 @@ func (w *worker) blame(err error) {
 func (w *worker) sync(ctx context.Context) {
 	w.retry = time.Time{}
 	original, err := w.original(ctx)
-	if err != nil { // the cache does not have the kind, or is ending
+	if err != nil { // the cache does not have the kind NetworkConfig, or has stopped
 		w.again(ctx, "read the original", err)
 		return
 	}
@@ -407,9 +406,9 @@ func (w *worker) removeFinalizer(ctx context.Context, original *v1alpha1.Network
 }
 
 // relabel restores the labels and the spec of an object that has the name of the copy, so that the
-// object is the copy again. It does not change an original of the peer. It deletes an object with
-// an answer to other networks. If there is still no copy, it returns exists, which is the error of
-// the create request.
+// object is the copy again. It does not change an original of the peer, or an object that is being
+// deleted. It deletes a stale object. In these cases there is no copy yet, and relabel returns
+// exists, which is the error of the create request.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {

@@ -51,8 +51,8 @@ func ownExport(id, cluster string, own Own) Export {
 	return x
 }
 
-// Reasons for refusals. The status of PeerServices lists them along with the conflicts of
-// ServiceExports.
+// Reasons for refusals in the status of PeerServices. Besides these, the status has the reasons in
+// conflictReasons.
 const (
 	RefusedShard     = "WrongShard"        // the service is in the wrong object
 	RefusedInvalid   = "Invalid"           // a name, port or type is invalid

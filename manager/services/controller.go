@@ -122,7 +122,7 @@ func (c *Controller) Checked(ctx context.Context, id, tenant string) bool {
 	for i := range list.Items {
 		for _, s := range list.Items[i].Spec.Services {
 			key := Key{Namespace: s.Namespace, Name: s.Name}
-			if _, checked := c.board.outcome(key, id); !checked && ShardOf(key) == list.Items[i].Name { // a service in the wrong shard is never reconciled
+			if _, checked := c.board.outcome(key, id); !checked && ShardOf(key) == list.Items[i].Name { // a service in the wrong object never gets an outcome
 				return false
 			}
 		}
@@ -158,8 +158,9 @@ type gathered struct {
 	peerings  []*isthmus.Peering
 }
 
-// recheckInterval is the interval at which a service is reconciled again while no event would
-// report a change, for example while a foreign EndpointSlice has the name of one of ours.
+// recheckInterval is the interval at which a service is reconciled again while it waits for a
+// change that causes no event, such as the deletion of a foreign EndpointSlice that has the name of
+// one of ours.
 const recheckInterval = time.Minute
 
 // again reports whether an error means that the cache was outdated.
@@ -301,7 +302,9 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", maxExports)}
 		svc, g.after = nil, recheckInterval
 	}
-	if svc == nil { // the Service does not exist; its name may even be an invalid label value, so that its slices cannot be watched
+	// Without a Service or room for a watch, no slices are watched. The name of a ServiceExport
+	// without a Service may even be invalid as a label value.
+	if svc == nil {
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil

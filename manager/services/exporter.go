@@ -66,7 +66,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err := e.objects.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
 	}
-	for i := range list.Items { // right after a start, a service that is not checked yet would be withdrawn
+	for i := range list.Items { // just after a start, some exports are not checked yet; without them in the list, the peers would lose these services
 		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.checked(client.ObjectKeyFromObject(s)) {
 			return ctrl.Result{RequeueAfter: 2 * pause}, nil
 		}
@@ -132,7 +132,7 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 	for _, s := range object.Spec.Services {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		o, checked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
-		if shard := ShardOf(key); shard != object.Name { // a service in the wrong object is never reconciled
+		if shard := ShardOf(key); shard != object.Name { // such a service never gets an outcome, because a reconcile reads only the object named by ShardOf
 			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs in PeerServices " + shard}}}
 		} else if !checked {
 			return ctrl.Result{}, nil // a.answers gets this request again when the service has been reconciled

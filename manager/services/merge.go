@@ -226,8 +226,8 @@ func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 			IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol}, IPFamilyPolicy: ptr.To(corev1.IPFamilyPolicySingleStack),
 		},
 	}
-	// PreferSameZone is a synonym of PreferClose that older API servers do not know. PreferSameNode
-	// needs hints, which our slices do not have.
+	// PreferSameZone is a synonym of PreferClose that older API servers do not accept.
+	// PreferSameNode needs hints, which our slices do not have.
 	switch ptr.Deref(i.Spec.TrafficDistribution, "") {
 	case corev1.ServiceTrafficDistributionPreferClose, corev1.ServiceTrafficDistributionPreferSameZone:
 		s.Spec.TrafficDistribution = ptr.To(corev1.ServiceTrafficDistributionPreferClose)
@@ -309,12 +309,12 @@ func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 // maxSlice is the maximum number of endpoints that an API server accepts in an EndpointSlice.
 const maxSlice = 1000
 
-// sliceSize is the average number of endpoints in our EndpointSlices. Kubernetes uses the same
-// number.
+// sliceSize is the maximum average number of endpoints in our EndpointSlices. It equals Kubernetes'
+// default for the endpoints in one slice.
 const sliceSize = 100
 
 // slicesOf returns the EndpointSlices for one export. The hash of an endpoint's address determines
-// its slice, so that a new or removed endpoint changes only one slice.
+// its slice, so that a new or removed endpoint usually changes only one slice.
 func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
 	derived := DerivedName(key)
 	made := make(map[string]*discoveryv1.EndpointSlice)
@@ -414,9 +414,9 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// clusterNames returns the name of each cluster in DNS and in labels: its clusterName, if that is a
-// DNS label and no earlier cluster in the list has it; otherwise its clusterID or a digest of the
-// clusterID.
+// clusterNames returns the name of each cluster in DNS and in labels. This is its clusterName if
+// that is a DNS label and no earlier cluster in the list has the same name. Otherwise it is the
+// clusterID or a digest of the clusterID.
 func clusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {

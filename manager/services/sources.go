@@ -96,8 +96,9 @@ func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) 
 	return all, false
 }
 
-// exists reports whether the EndpointSlice want may already exist, according to the API server. It
-// returns false only if the slice with this name belongs to another service or manager.
+// exists is called if want could not be created because its name is in use. It returns false if the
+// slice with that name belongs to another service or manager. It returns true if the slice is ours,
+// no longer exists or cannot be read.
 func (s *sources) exists(ctx context.Context, want *discoveryv1.EndpointSlice) bool {
 	list, err := s.client.EndpointSlices(want.Namespace).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + want.Name})
 	return err != nil || len(list.Items) == 0 || list.Items[0].Labels[LabelService] == want.Labels[LabelService] &&
