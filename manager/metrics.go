@@ -43,7 +43,7 @@ var (
 	familyEndpoints = families.Gauge("services_imported_endpoints", "Endpoints of the imported services of a peer.", "peer")
 	familyRefused   = families.Gauge("services_refused", "Services that are refused in whole or in part; by: this cluster or the peer.", "peer", "by")
 	familyBehind    = families.Gauge("services_behind_seconds", "How long the peer has lacked the current version of exported services; 0: it has them.", "peer")
-	familyLate      = families.Gauge("manager_nodes_not_refusing", "Nodes that did not confirm in time that no packet for the networks of peers can bypass the tunnel, and have reported nothing since. Only of the active manager.")
+	familyLate      = families.Gauge("manager_nodes_not_refusing", "Nodes that may send packets for peers outside the tunnel: they did not confirm new networks in time, and have reported nothing since. Only of the active manager.")
 )
 
 // collector reads the manager's own series from their sources at each scrape, so that the series of

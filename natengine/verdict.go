@@ -139,7 +139,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropFragmentStoreFull: {"fragment_store_full", "the fragment store is full"},
 	DropFragmentTimeout:   {"fragment_timeout", "the datagram was not complete before the timeout"},
 	DropICMPError:         {"icmp_error", "the ICMP error quotes no packet of a known flow or rule"},
-	DropProtocol:          {"protocol", "the protocol has no ports, and another host already uses it with the same remote address"},
+	DropProtocol:          {"protocol", "the protocol has no ports, and another host already uses it with the same remote address; or the ICMP message may not leave its link, or is neither an error nor a query"},
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
 	DropTooBig:            {"too_big", "larger than the MTU to its peer, and must not be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},

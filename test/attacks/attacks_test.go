@@ -129,7 +129,8 @@ func table() string {
 For reviewers: the attacks that ` + "`test/attacks`" + ` runs, and their results. Written by ` + "`go test ./attacks -run Table -update`" + ` in test/.
 All attacks run against one live fleet of three clusters: *a* is the victim, *b* an honest peer, *c* the attacker's cluster.
 Meanwhile pods of a and b talk to each other and lose nothing. The gateways of a are Pods; with ` + "`-long`" + ` the same attacks run
-against gateways with ` + "`--host-network`" + `. [security.md](security.md) has the threat model, the defences and the remaining risks.
+against gateways with ` + "`--host-network`" + `. A node's *pod-side address* is its address in the pod network, such as cni0's.
+[security.md](security.md) has the threat model, the defences and the remaining risks.
 `)
 	for _, c := range chapters() {
 		fmt.Fprintf(&b, "\n## %s\n\n| attacker | attempt | result |\n|---|---|---|\n", c.title)

@@ -223,15 +223,15 @@ func claimChapter() chapter {
 			run: func(t *testing.T, s *site) { s.atGatewayOfB(t, f) }},
 		{attacker: "c, accepted", attempt: "changes address, port and key of its gateway as fast as the API server accepts it",
 			now: "a follows, and traffic with b loses nothing", run: func(t *testing.T, s *site) { s.restless(t, f) }},
-		claim("lists b's public key among its tunnels", "KeyConflict, at c; b keeps its key", key, "", func(t *testing.T, s *site) func(*spec) {
+		claim("lists b's public key among its tunnels", "KeyConflict on c's NetworkConfig; b keeps its key", key, "", func(t *testing.T, s *site) func(*spec) {
 			_, public := keysOf(t, s.b)
 			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigTunnels] = "5872:" + public }
 		}),
-		claim("has b's public key as its own", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
+		claim("has b's public key as its own", "KeyConflict on c's NetworkConfig", key, "", func(t *testing.T, s *site) func(*spec) {
 			_, public := keysOf(t, s.b)
 			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigPublicKey] = public }
 		}),
-		claim("has a's public key as its own", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
+		claim("has a's public key as its own", "KeyConflict on c's NetworkConfig", key, "", func(t *testing.T, s *site) func(*spec) {
 			_, public := keysOf(t, s.a)
 			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigPublicKey] = public }
 		}),

@@ -20,7 +20,7 @@ import (
 // that.
 func inBandChapter() chapter {
 	return chapter{title: "At a's API server, through the tunnel (`spec.inBand` of a and b)", prepare: prepareInBand, attacks: []attack{
-		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source must be the address of b's gateway, which no pod has",
+		{attacker: "a pod of b", attempt: "TCP to the port at which a's gateway serves b's manager", now: "dropped: the source must be the address of b's gateway, which no pod has",
 			run: func(t *testing.T, s *site) {
 				s.checkGrows(t, 1, "isthmus_drops_total", `reason="local_source"`, func() { s.checkRefused(t, s.podOfB().Host, s.inBandPort(t, s.b)) })
 			}},
@@ -30,14 +30,14 @@ func inBandChapter() chapter {
 			now: "dropped: a pod must use its own address, and only b's gateway may connect to a peer's gateway", run: inBandSpoofed},
 		{attacker: "c's gateway", attempt: "TCP to the same port with its own address, and with those of b's gateway",
 			now: "dropped: c has not agreed, and the source must be in the networks of the peer whose key opened the message", run: inBandOfAnother},
-		{attacker: "a pod and a node of a", attempt: "TCP to the port of b's gateway for a's manager", now: "dropped by one of the two gateways",
+		{attacker: "a pod and a node of a", attempt: "TCP to the port at which b's gateway serves a's manager", now: "dropped by one of the two gateways",
 			run: func(t *testing.T, s *site) {
 				at := netip.AddrPortFrom(external(t, s.a, s.b).Addr().Next(), inband.Port)
 				for _, h := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.other].Host} {
 					s.checkRefused(t, h, at)
 				}
 			}},
-		{attacker: "a pod of a", attempt: "the port of a's gateway for its manager", now: "closed: the handshake needs the gateways' private key",
+		{attacker: "a pod of a", attempt: "TCP to the port at which a's gateway serves a's manager", now: "refused: the TLS handshake needs the gateways' private key; the chart's NetworkPolicy admits only managers",
 			run: inBandStranger},
 	}}
 }

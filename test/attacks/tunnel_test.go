@@ -129,7 +129,7 @@ func tunnelChapter() chapter {
 		{attacker: "c's gateway", attempt: "answers of the connection check in b's name, and for clusters that do not exist", now: "rejected; b stays Connected",
 			run: forgedCheck},
 		{attacker: "c's gateway", attempt: "sealed messages from the address of a's API server, so that a's gateway sends packets for c there (roaming)",
-			now: "dropped: the source of a message is checked like a peer's endpoint; nodes of a are exempt, because Services relay from there",
+			now: "dropped: the source of a message is checked like a peer's endpoint; nodes of a are exempt, because a Service may relay a peer's messages with a node's address",
 			run: roam},
 		{attacker: "c's gateway", attempt: "a service of a node, from a source port that looks like an answer's",
 			now: "dropped: an answer must belong to a flow that the node began", run: func(t *testing.T, s *site) {

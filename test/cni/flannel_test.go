@@ -14,7 +14,7 @@ import (
 var flannelVXLAN = &shape{
 	name:   "flannel, VXLAN",
 	source: "flannel-io/flannel: pkg/backend/vxlan, pkg/trafficmngr/iptables/iptables.go; containernetworking/plugins: bridge",
-	form:   "bridge cni0, flannel.1, FLANNEL-POSTRTG masquerades all that leaves the cluster, FLANNEL-FWD",
+	form:   "bridge cni0, flannel.1, FLANNEL-POSTRTG masquerades its pods' packets that leave the cluster, FLANNEL-FWD",
 	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := bridgedNode(c, i, "cni0", 1450)
 		d.ip = append(d.ip, flannelDevice(c, i)...)

@@ -18,7 +18,7 @@ var kindnet = ptp("kindnet")
 // second network are like nodes.
 var twoNetworks = func() *shape {
 	s := ptp("kindnet, pods in two networks")
-	s.form = "as kindnet; the other node's podCIDR is of " + secondNetwork.String() + ", not of the installation's PodCIDR"
+	s.form = "as kindnet; the other node's podCIDR is in " + secondNetwork.String() + ", outside the installation's PodCIDR"
 	s.set = "a PodCIDR of the installation that contains all pods (`--pod-cidr`), if one exists; Isthmus reports each node outside of it"
 	s.address = func(c *lab.Cluster) {
 		n := c.Nodes[len(c.Nodes)-1]
@@ -205,7 +205,7 @@ COMMIT
 var ovnKubernetes = &shape{
 	name:   "OVN-Kubernetes, local gateways",
 	source: "ovn-org/ovn-kubernetes: go-controller/pkg/node/management-port_linux.go, gateway_localnet.go; ovn-kubernetes.io, \"Gateway modes\"",
-	form:   "pods behind a logical router, ovn-k8s-mp0 to it, all that leaves the cluster masqueraded on the host; no Open vSwitch",
+	form:   "pods behind a logical router, ovn-k8s-mp0 to it, its pods' packets that leave the cluster masqueraded on the host; no Open vSwitch",
 	open:   true,
 	node: func(c *lab.Cluster, i int) nodeSetup {
 		n := c.Nodes[i]

@@ -65,7 +65,7 @@ needed, except for OVN-Kubernetes ([Open vSwitch](#what-cannot-be-imitated)) and
 	for _, s := range shapes {
 		server := "pod, network"
 		if s.translates {
-			server = "a node of its own cluster [1]"
+			server = "a node of the receiver's cluster [1]"
 		}
 		name := s.name
 		if s == twoNetworks {
@@ -74,7 +74,7 @@ needed, except for OVN-Kubernetes ([Open vSwitch](#what-cannot-be-imitated)) and
 		fmt.Fprintf(&b, "| %s | %s | %s |\n", name, s.form, server)
 	}
 	fmt.Fprintf(&b, `
-[1] The CNI masquerades all outbound traffic.
+[1] The nodes masquerade every packet that they forward out of the cluster, not only those of their pods.
 
 [2] From pods of the other node, a receiver sees *network*, and peers reach these pods as mapped endpoints only. Set %s.
 `, twoNetworks.set)
@@ -85,7 +85,7 @@ Route agents add rules that accept only the packets of Isthmus' devices and of t
 
 The rules work in chains of iptables-nft, iptables-legacy and nftables ([decision
 14](decisions/0014-sources-are-settled-before-the-cni.md)). Isthmus cannot add rules to chains in tables that belong to a process
-(firewalld's), to chains that drop packets and are jumped to from other chains, and to iptables-legacy without ` + "`/run/xtables.lock`" + `.
+(firewalld's), to chains that drop packets and to which other chains jump, and to iptables-legacy without ` + "`/run/xtables.lock`" + `.
 ` + "`isthmus status`" + ` and ` + "`diagnose`" + ` name such chains, with a command for each.
 `)
 	b.WriteString(`
@@ -109,9 +109,9 @@ PodCIDR.
 ## During faults
 
 In ` + "`go test ./cni -run Chaos -long`" + `, a pod of each of two clusters (three nodes each) sends the other a datagram every 10 ms, which the
-other answers. The test repeats one fault for a minute. No packet for a peer may be in the clear, nothing foreign may change on any node,
-and all pods must reach their peers afterwards. The table counts datagrams without an answer in one run for each pair (2026-11-23, two
-cores, load 25 to 35). A process may wait a second for a processor, as the first row shows.
+other answers. The test repeats one fault for a minute. No packet for a peer may be in the clear, objects of other programs may
+not change on any node, and all pods must reach their peers afterwards. The table counts datagrams without an answer in one run for each
+pair (2026-11-23, two cores, load 25 to 35). A process may wait a second for a processor, as the first row shows.
 
 - *A*: flannel with VXLAN, iptables-legacy, and with host-gw, iptables-nft; FORWARD DROP and strict reverse path filter on both sides.
 - *B*: Calico with VXLAN, nftables, FORWARD DROP, and AWS VPC CNI, iptables-legacy; strict reverse path filter on both sides.
@@ -131,14 +131,14 @@ With Weave Net and Cilium, the rows lost 0, 39, 0, 865 and 0 datagrams. The end 
 
 - **eBPF.** Cilium with eBPF host routing, masquerading or kube-proxy replacement, and Calico's eBPF data plane, bypass the host's
   routes, rules and packet filters. The row of Cilium is its tunnel mode with iptables masquerading.
-- **Cilium's proxy** for policies of layer 7. A rule of Cilium sends its packets through cilium_host before our rules. Nodes drop the
-  proxy's packets for peers, and count them as ` + "`in_the_clear`" + `. So pods under such a policy cannot exchange
-  packets with peers through the proxy.
+- **Cilium's proxy** for policies of layer 7. A rule of Cilium sends the proxy's packets through cilium_host before our rules. Nodes
+  drop those for peers, and count them as ` + "`in_the_clear`" + `. So pods under such a policy cannot exchange packets with peers
+  through the proxy.
 - **Open vSwitch.** OVN-Kubernetes with shared gateways, its default, never shows pods' packets to the host, so **they leave for the peer's
   network in the clear** by br-ex. Set local gateways (` + "`routingViaHost: true`" + ` on OpenShift, ` + "`--gateway-mode local`" + `), as in the row.
-  ` + "`isthmus diagnose`" + ` and ` + "`status`" + ` name nodes without them. The row has a macvlan in the place of ovn-k8s-mp0. In OVN a pod can send only
-  from its own addresses (port security), so the gateway can trust packets from addresses of nodes. The row of Weave has the bridge and
-  the tunnel, without Open vSwitch between them.
+  ` + "`isthmus diagnose`" + ` and ` + "`status`" + ` name nodes without them. The row has a macvlan in the place of ovn-k8s-mp0, and no
+  port security. OVN's port security lets a pod send only from its own addresses, so the gateway can trust packets from addresses of
+  nodes. The row of Weave has the bridge and the tunnel, without Open vSwitch between them.
 - **IPVS.** The kernels of the tests have no IPVS. Packets of pods to a Service of kube-proxy's mode ipvs keep their source. [decision
   14](decisions/0014-sources-are-settled-before-the-cni.md) has the exceptions.
 - **IPIP.** The kernels of the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.

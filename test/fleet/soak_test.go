@@ -243,7 +243,7 @@ func (h *history) grown() (all []string) {
 
 func (h *history) table() string {
 	var b strings.Builder
-	b.WriteString("| held | second quarter | last quarter | most |\n|---|---|---|---|\n")
+	b.WriteString("| series | second quarter | last quarter | most |\n|---|---|---|---|\n")
 	for _, name := range h.names() {
 		second, last := h.quarters(name)
 		fmt.Fprintf(&b, "| %s | %.0f | %.0f | %.0f |\n", name, second, last, slices.Max(h.series(name)))

@@ -83,7 +83,7 @@ source that the receiver saw:
 - *pod*: the address of the sending pod, as the receiver's cluster sees it, one to one.
 - *network*: the first address of the sender's PodCIDR, as the receiver's cluster sees it. Nodes and host-network pods share it (NAPT).
 
-If all combinations of the gateway's node and another node have the same cells, they are one row with *each*.
+*each*: the gateway's node and another node, with the same result.
 
 The CNI's masquerading changes no source, because the route agents exempt packets for peers.
 
@@ -129,8 +129,8 @@ func matrixPage(t *testing.T, w *world) string {
 }
 
 var masquerades = map[kubenodes.Masquerade]string{
-	kubenodes.MasqueradeAll:    "all that leaves it",
-	kubenodes.MasqueradePublic: "all that leaves it, except to 10.0.0.0/8",
+	kubenodes.MasqueradeAll:    "all that leaves the PodCIDR",
+	kubenodes.MasqueradePublic: "all that leaves the PodCIDR, except to 10.0.0.0/8",
 }
 
 // placed is a node with its description in the page.

@@ -38,8 +38,8 @@ fails if it takes longer than a second. Without a fault, half of the answers com
 
 | column | meaning |
 |---|---|
-| requests, failed | from the fault until no request has failed for ten seconds and every cluster answers that should |
-| seconds | number of seconds of the clock in which a request failed |
+| requests, failed | from the fault until no request has failed for ten seconds, and all expected clusters answer |
+| seconds | number of clock seconds in which a request failed |
 | last failure | start of the last request that failed, counted from the fault |
 | b leaves, b is back | b's last answer before a pause of at least two seconds, and its first answer after the pause, counted from the fault |
 | left behind | objects that should not be there afterwards: slices, Services and ServiceImports of the service, PeerServices |
@@ -101,7 +101,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 
 	var page strings.Builder
 	page.WriteString(serviceFaultsHead)
-	fmt.Fprintf(&page, "The load of the machine before it was %s.\n\n| what happens | requests | failed | seconds | last failure | b leaves | b is back | left behind | packets in the clear |\n|---|---|---|---|---|---|---|---|---|\n",
+	fmt.Fprintf(&page, "The load of the machine before the test was %s.\n\n| what happens | requests | failed | seconds | last failure | b leaves | b is back | left behind | packets in the clear |\n|---|---|---|---|---|---|---|---|---|\n",
 		loadNow(t))
 	for _, fault := range []struct {
 		name  string

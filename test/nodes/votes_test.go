@@ -45,7 +45,7 @@ A cluster of one node has one gateway, on the client's node. [faults.md](faults.
 with two nodes.
 
 Each fault happened 10 times or more: the first number is the median, the second the worst. The load is the machine's
-average over the minute before the first time.
+average over the minute before the first one.
 
 | what happens | lost | pause, UDP | pause, TCP | connections broken | packets in the clear | load |
 |---|---|---|---|---|---|---|
@@ -322,7 +322,7 @@ func (w *world) votesFaults() []votesFault {
 		{"node of the active gateway hears no API server for 20 s", false, whileDeaf(20*time.Second, server)},
 		{"node of the active gateway hears no other node for 5 s", false, whileDeaf(5*time.Second, others)},
 		{"node of the active gateway hears no node of the peer for 5 s", false, whileDeaf(5*time.Second, peers)},
-		{"node of the active gateway hears none of them for 5 s", false, whileDeaf(5*time.Second, everybody)},
+		{"node of the active gateway cut off from all nodes and the API server for 5 s", false, whileDeaf(5*time.Second, everybody)},
 		{"route agents rolled", true, roll("DaemonSet", "isthmus-route-agent")},
 		{"gateways rolled", true, roll("Deployment", "isthmus-gateway")},
 		{"managers rolled", true, roll("Deployment", "isthmus-manager")},

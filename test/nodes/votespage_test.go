@@ -89,8 +89,8 @@ var shortfalls = map[string]target{
 	"all nodes but the client's replaced, one after the other": {tcp: figure{2, 3}}, // 1.62, 1.86 s
 
 	// The gateway receives no packets, but its own packets still arrive.
-	"node of the active gateway hears no other node for 5 s": {udp: figure{2, 3}},                    // 1.68, 1.79 s
-	"node of the active gateway hears none of them for 5 s":  {udp: figure{2, 3}, tcp: figure{3, 3}}, // 1.63, 1.69 s; 2.10, 2.12 s
+	"node of the active gateway hears no other node for 5 s":                       {udp: figure{2, 3}},                    // 1.68, 1.79 s
+	"node of the active gateway cut off from all nodes and the API server for 5 s": {udp: figure{2, 3}, tcp: figure{3, 3}}, // 1.63, 1.69 s; 2.10, 2.12 s
 
 	// The pause lasts as long as the fault, because no gateway takes over: votes do not depend on
 	// packets from peers.
