@@ -32,11 +32,11 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 // inUse and tunnels are as in GatewayHostFor. mtu is the MTU of the TUNs. underlayMTU is the MTU of
 // the device with the Pod's address. The Pod forwards no other packets, and refuses its own packets
 // to peers. The next hops of its routes through the overlay are the nodes' underlay addresses. The
-// Pod accepts outer packets only from nodes. These are the permitted source addresses:
-//   - from their InternalIPs,
-//   - from the pod addresses that a node's agent reports as its own, because a CNI may masquerade
+// Pod accepts outer packets only from these addresses of nodes:
+//   - their InternalIPs,
+//   - the pod addresses that a node's agent reports as its own, because a CNI may masquerade
 //     packets from a node to pods,
-//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which
+//   - and, if pods have addresses of podCIDRs, the first two addresses of each podCIDR, which
 //     no pod has.
 //
 // A PodDecider computes the same state incrementally, for successive PodNetworks.
