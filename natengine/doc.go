@@ -94,7 +94,7 @@
 // # Memory
 //
 // A flow takes one cache line of 64 octets, 28 octets that only writers use, and two index slots of
-// 8 octets. The slots are filled to 42 to 75 %. A NAPT mapping, which all flows of an inside port
+// 8 octets. Of all slots, 42 to 75 % are in use. A NAPT mapping, which all flows of an inside port
 // share, takes 16 octets, and so does a host. Each mapping and each host takes 2 to 4 octets more
 // for hash chains. With 1,048,576 flows of either family, the heap per flow is as follows
 // (BenchmarkFlowMemory, 2026-11):

@@ -194,7 +194,7 @@ const (
 	ReasonConnecting    = "Connecting"     // configured moments ago; no answer yet
 	ReasonNoGateway     = "NoGateway"      // no gateway has written a status yet
 	ReasonGatewaySilent = "GatewaySilent"  // no gateway is active, so the state of the tunnel is unknown
-	ReasonLost          = "ConnectionLost" // the tunnel is down, and the gateway reports no reason; a gateway of Liqo never does
+	ReasonLost          = "ConnectionLost" // the tunnel is down, and the gateway reports no reason (gateways of Liqo never report one)
 	ReasonKeyMissed     = "KeyMissed"      // the tunnel is down, because the peer has not received the NetworkConfig with our new key
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
