@@ -34,8 +34,8 @@ type Owner struct {
 }
 
 // Owner returns the pod or the node with an address, according to the API server. The result is
-// only for display; do not base decisions on it. It is zero if nobody has the address, or if
-// several pods or nodes have it. The first call builds an index, which SetPod keeps up to date.
+// only for display; do not base decisions on it. It is zero if no pod or node has the address, or
+// if more than one has it. The first call builds an index, which SetPod keeps up to date.
 func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	if p.owners == nil {
 		p.owners = make(map[netip.Addr]Owner)
