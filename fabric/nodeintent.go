@@ -162,11 +162,11 @@ func (in *NodeIntent) nextHops() []GatewayPod {
 	})
 }
 
-// The agent determines the MTU of the paths to the addresses in outer, the destinations of our
-// node's outer packets. It determines the underlay devices by the addresses in nodes. If all
-// gateways are Pods, outer has the addresses of active gateways' Pods, and nodes has the nodes of
-// all gateways. Otherwise both lists also have the nodes with which our node exchanges outer
-// packets.
+// Carriers returns two lists of addresses. outer has the destinations of our node's outer packets;
+// the agent determines the MTU of the paths to them. nodes has addresses of nodes; the devices that
+// lead to them are the underlay devices. If all gateways are Pods, outer has the addresses of
+// active gateways' Pods, and nodes has the nodes of all gateways. Otherwise both lists also have
+// the nodes with which our node exchanges outer packets.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {
@@ -303,10 +303,10 @@ func lastButOne(p netip.Prefix) netip.Addr {
 }
 
 // podCIDRsHold reports whether the cluster's pods have addresses from the podCIDRs of their nodes.
-// Some CNIs ignore the podCIDRs when they assign addresses. The result is true if all pods of our
-// node have such addresses, and if, on at least half of the nodes with pods, all pods have such
-// addresses. So if the other nodes are alike, somebody with write access to the status of one
-// node's Pods cannot change the result for them.
+// Some CNIs ignore the podCIDRs when they assign addresses. A node matches if the addresses of all
+// its pods are in its podCIDRs. The result is true if our node matches, and at least half of the
+// nodes with pods match. So if the other nodes are alike, somebody with write access to the status
+// of one node's Pods cannot change the result for them.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {
