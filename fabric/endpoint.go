@@ -41,9 +41,9 @@ func (s Site) With(addrs []netip.Addr, description string) Site {
 	return s
 }
 
-// If a node forwards a packet for the gateway's Service to another node, it replaces the source of
-// the packet by its own address. WithRelays is like With, for addresses of such nodes: a peer's
-// message may have them as source.
+// WithRelays is like With, for addresses of nodes that forward packets for the gateway's Service to
+// other nodes. Such a node replaces the source of a packet by its own address, so a peer's message
+// may have this address as source.
 func (s Site) WithRelays(addrs []netip.Addr, description string) Site {
 	s = s.With(addrs, description)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))

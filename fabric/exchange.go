@@ -147,8 +147,8 @@ func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []R
 	return refusals
 }
 
-// The IPAM state allows us to use podSeen and externalSeen for the networks of a claim.
-// CheckAllocation returns other reasons why we cannot use them. gateways has the addresses of
+// CheckAllocation returns the reasons why we cannot use podSeen and externalSeen for the networks
+// of a claim. The caller has checked that the IPAM state allows them. gateways has the addresses of
 // peers' gateways that are inside podSeen or externalSeen.
 func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}

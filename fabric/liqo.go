@@ -115,9 +115,9 @@ func backendConfig(port uint16, key [32]byte, further []TunnelEnd) v1alpha1.Back
 	return config
 }
 
-// We use podSeen and externalSeen for the networks of a claim. AnswerFor returns our answer to the
-// claim: the values of the NAT fields in the status of the NetworkConfig. The value is the literal
-// None for a network that we use unchanged.
+// AnswerFor returns our answer to a claim if we use podSeen and externalSeen for its networks. The
+// answer consists of the values of the NAT fields in the status of the NetworkConfig. The value is
+// the literal None for a network that we use unchanged.
 func AnswerFor(c Claim, podSeen, externalSeen netip.Prefix) (podCIDRNAT, externalCIDRNAT string) {
 	return natText(c.Pod, podSeen), natText(c.External, externalSeen)
 }

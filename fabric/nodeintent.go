@@ -50,9 +50,9 @@ type NodeIntent struct {
 	Allocated []netip.Prefix
 }
 
-// self is the name of our node. Trust sets Trusted, and removes the Pods that do not affect our
-// node. If Trusted is true, it removes all Pods, so a new or deleted pod does not change the
-// intent. Otherwise it keeps only the Pods of our node.
+// Trust sets Trusted, and removes the Pods that do not affect our node, which has the name self. If
+// Trusted is true, it removes all Pods, so a new or deleted pod does not change the intent.
+// Otherwise it keeps only the Pods of our node.
 func (in *NodeIntent) Trust(self string) {
 	in.Trusted = podCIDRsHold(in.Nodes, self, in.Pods)
 	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })

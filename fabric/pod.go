@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A gateway that is a Pod delivers packets through the overlay itself. A PodNetwork has the nodes
-// and pods that it needs for this. A gateway with the host's network has the zero value.
+// A PodNetwork has the nodes and pods that a gateway needs if it is a Pod. Such a gateway delivers
+// packets through the overlay itself. The zero value is for a gateway with the host's network.
 type PodNetwork struct {
 	Pod   netip.Addr // address of the gateway's Pod, IPv4
 	Node  string     // name of the Pod's Node; packets for endpoints outside of the cluster go through this Node

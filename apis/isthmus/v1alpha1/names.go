@@ -10,8 +10,9 @@ import (
 // and at the peer.
 const FinalizerPeering = "isthmus.net/peering"
 
-// A Peering is being deleted, and the manager waits for the peer. AnnotationForce with the value
-// "true" ends this wait. Our objects at the peer then stay in place, and an Event names them.
+// AnnotationForce with the value "true" applies to a Peering that is being deleted. The manager
+// then no longer waits for the peer. Our objects at the peer stay in place, and an Event names
+// them.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
 // ForceCarried is the other value of AnnotationForce. If the managers reach each other only through
@@ -19,8 +20,8 @@ const AnnotationForce = "isthmus.net/force-unpeer"
 // objects that each manager made in the other cluster.
 const ForceCarried = "carried"
 
-// While a Peering is being deleted, clients have some time to stop using the shared services. Then
-// the manager sets AnnotationDrained to "true" on the Peering. Until then, the tunnel stays.
+// AnnotationDrained is set to "true" on a Peering that is being deleted. The manager sets it after
+// clients have had time to stop using the shared services. Until then, the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
 
 // AnnotationUnanswered is "true" on our NetworkConfig while its status still has the peer's answer
@@ -205,7 +206,8 @@ const (
 	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
 )
 
-// A condition with one of the WaitReasons only waits for an earlier condition.
+// WaitReasons are reasons of conditions. A condition with such a reason only waits for an earlier
+// condition.
 var WaitReasons = []string{
 	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
 }
