@@ -112,8 +112,8 @@ type podMap struct {
 	single bool
 }
 
-// natAddr returns the NAPT address: the network address of Pa@B (docs/liqo-v0.md, section 7.2). All
-// packets that do not come from a pod get this address as source.
+// natAddr returns the NAPT address: the network address of Pa@B (docs/liqo-v0.md, section 7.2).
+// NAPT gives this source address to packets of hosts that are not pods.
 func (m *podMap) natAddr() addr { return m.to.net }
 
 // mapOut returns the address under which the peer sees our pod with address a. It does not map the
