@@ -9,8 +9,9 @@ import "embed"
 //go:generate ../internal/tools/schema.sh
 
 // Files has admission/*.yaml, crds/*.yaml and rbac/*.yaml. The manifests use the namespace
-// isthmus-system. The chart replaces it by the namespace of the installation. crds/SCHEMA has two
-// lines: a number that grows with each change of the definitions, and their digest.
+// isthmus-system. Templates of the chart replace it by the namespace of the installation.
+// crds/SCHEMA has two lines: a number that grows with each change of the definitions, and their
+// digest.
 //
 //go:embed admission/*.yaml crds/*.yaml crds/SCHEMA rbac/*.yaml
 var Files embed.FS
@@ -26,7 +27,7 @@ var Chart embed.FS
 var ChartValues string
 
 // Optional has optional/*.yaml and networkpolicy/*.yaml, which only installations with certain
-// features need. They use the namespace isthmus-system, as in Files.
+// features need. Like those in Files, they use the namespace isthmus-system.
 //
 //go:embed optional/*.yaml networkpolicy/*.yaml
 var Optional embed.FS
@@ -37,11 +38,11 @@ var Optional embed.FS
 //go:embed monitoring/alerts.yaml monitoring/dashboard.json
 var Monitoring embed.FS
 
-// Namespace is the namespace of an installation, unless another one is chosen.
+// Namespace is the default namespace of an installation.
 const Namespace = "isthmus-system"
 
-// PeerObjectsPolicy and PeerTokensPolicy are the admission policies without which no peer gets an
-// identity. PeerPriority is the priority level of peers' requests.
+// A peer gets an identity only if the admission policies PeerObjectsPolicy and PeerTokensPolicy
+// exist. PeerPriority is the priority level of peers' requests.
 const (
 	PeerObjectsPolicy = "isthmus-peer-objects"
 	PeerTokensPolicy  = "isthmus-peer-tokens"

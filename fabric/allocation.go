@@ -14,7 +14,8 @@ import (
 )
 
 // AllocationName returns the name of a cluster's NetworkAllocation: the cluster ID, or its hash if
-// the ID is no valid object name. The hash is longer than any ID, so it is no other cluster's ID.
+// the ID is no valid object name. The hash is longer than any ID, so it cannot equal the ID of
+// another cluster.
 func AllocationName(clusterID string) string {
 	if isObjectName(clusterID) {
 		return clusterID
@@ -40,10 +41,10 @@ type Allocation struct {
 
 // Allocations is the combined content of all NetworkAllocations. Named has the entries of
 // spec.networks, and Freed those of spec.freed. Both lists are sorted by network, then by object.
-// They have each network of an object once, with its highest revision.
+// For each object, a list has a network only once, with its highest revision.
 type Allocations struct {
 	Named, Freed []Allocation
-	// Revision is the highest revision of allocated and freed networks; 0 if there are none.
+	// Revision is the highest revision of all entries in Named and Freed; 0 if there are none.
 	Revision int64
 	// Version is the highest resourceVersion at which an object first named its current networks; 0
 	// if there are no objects.
@@ -53,7 +54,8 @@ type Allocations struct {
 	Own, OwnPods []netip.Prefix
 }
 
-// revisionAhead is the maximum time by which a revision may be ahead of our clock. Clocks differ.
+// revisionAhead is the maximum time by which a revision may be ahead of our clock. The bound allows
+// for differences between clocks.
 const revisionAhead = 24 * time.Hour
 
 // Revision returns the revision n, or 0 if n is negative or more than revisionAhead after now. A

@@ -22,20 +22,20 @@ func (r *report) addAt(at place, format string, args ...any) {
 	r.problems = append(r.problems, Problem{at.origin, at.field, fmt.Sprintf(format, args...)})
 }
 
-// at returns the place of a field of r's object.
+// at returns the place of a field in the object r.origin.
 func (r *report) at(field string) place { return placeIn(r.origin, field) }
 
 // A place is the field of an object from which a value was read.
 type place struct {
 	origin Origin
 	field  string // JSON path
-	label  string // the value's name in problems about other values
+	label  string // the name of the value in problems about other values
 }
 
 func placeIn(o Origin, field string) place { return place{o, field, field} }
 
-// quote quotes a string from outside for a message. It escapes the string, so that control
-// characters do not reach a terminal, and cuts it, so that it cannot fill a log.
+// quote quotes an untrusted string for a message. It escapes control characters, so that none
+// reaches a terminal. It truncates the string, so that it cannot fill a log.
 func quote(s string) string {
 	const limit = 100
 	if len(s) <= limit {
@@ -106,9 +106,10 @@ var specialRanges = []specialRange{
 	{netip.MustParsePrefix("ff00::/8"), "multicast"},
 }
 
-// metadataRanges contain the services from which a cloud's machines get their credentials, apart
-// from those at link-local addresses (checked 2026-11). A pod network may contain such a range, but
-// an endpoint may not be in one. natengine also drops packets of peers to the IPv6 ranges.
+// metadataRanges contain the services from which machines in a cloud get their credentials (checked
+// 2026-11). Services at link-local addresses are not among them. A pod network may contain such a
+// range, but an endpoint may not be in one. natengine also drops packets of peers to the IPv6
+// ranges.
 var metadataRanges = []specialRange{
 	{netip.MustParsePrefix("fd00:ec2::/32"), "services of Amazon's machines"},
 	{netip.MustParsePrefix("fd20:ce::254/128"), "the metadata service of Google's machines"},
@@ -117,8 +118,8 @@ var metadataRanges = []specialRange{
 	{netip.MustParsePrefix("192.0.0.192/32"), "the metadata service of Oracle's machines"},
 }
 
-// MetadataRanges returns the networks that contain the metadata services of clouds, apart from
-// those at link-local addresses.
+// MetadataRanges returns the networks that contain the metadata services of clouds. Services at
+// link-local addresses are not among them.
 func MetadataRanges() []netip.Prefix { return prefixesOf(metadataRanges) }
 
 // SpecialRanges returns the networks that cannot belong to any cluster's pods.
@@ -141,8 +142,8 @@ func special(p netip.Prefix) (specialRange, bool) {
 	return specialRange{}, false
 }
 
-// A pair is one network in two forms: as its own cluster uses it, and as the other side sees it.
-// ownAt and seenAt are the places from which own and seen were read.
+// A pair is one network in two forms: own is the form in its own cluster, and seen is the form that
+// the other side uses. ownAt and seenAt are the places from which they were read.
 type pair struct {
 	own, seen     netip.Prefix
 	ownAt, seenAt place
@@ -165,8 +166,8 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 		pair{p.Remote.External, p.Remote.ExternalSeen, at.remoteExternal, at.remoteExternalSeen}
 }
 
-// check returns all faults of a parsed peer, without regard to other peers. from has the places
-// from which the values were read.
+// check returns all faults of a parsed peer. It does not compare the peer with other peers. from
+// has the places from which the values of p were read.
 func (p *Peer) check(from places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
@@ -190,8 +191,8 @@ func (p *Peer) check(from places) []Problem {
 	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil && sound {
 		for _, n := range []pair{remotePod, remoteExternal} {
 			if n.seen.Contains(addr) {
-				// If a network contained the endpoint, the host would route the tunnel's own UDP
-				// packets into the tunnel.
+				// If a network behind the tunnel contained the endpoint, the host would route the
+				// tunnel's own UDP packets into the tunnel.
 				r.addAt(from.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().label)
 			}
 		}
@@ -206,8 +207,8 @@ func (p *Peer) check(from places) []Problem {
 	return r.problems
 }
 
-// checkNetwork checks one network and its remapping. It returns false if n is invalid; then a
-// comparison with other networks is pointless.
+// checkNetwork checks one network and its remapping. If it returns false, n is invalid, and callers
+// need not compare n with other networks.
 func (r *report) checkNetwork(n pair) bool {
 	sound := r.checkPrefix(n.ownAt, n.own)
 	if !n.remapped() {
@@ -227,8 +228,8 @@ func (r *report) checkNetwork(n pair) bool {
 }
 
 // CheckNetwork returns the reason why a network of pods or of mapped endpoints is invalid, or "".
-// It allows the same prefix lengths as the CRD. Every permitted network has room for the network
-// address, which NAPT uses, and for a first host.
+// It allows the same prefix lengths as the CRD. Every permitted network has at least two addresses:
+// the network address, which NAPT uses, and a first host.
 func CheckNetwork(p netip.Prefix) string {
 	shortest := 8
 	if !p.Addr().Is4() {
@@ -257,9 +258,9 @@ func (r *report) checkPrefix(at place, p netip.Prefix) bool {
 	return wrong == ""
 }
 
-// checkOverlaps checks the four networks of one peer against each other. Some overlaps are normal
-// and must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A, Pa@B equal to Xb@A, because each side
-// chooses for itself.
+// checkOverlaps checks the four networks of one peer against each other. Some overlaps are
+// permitted, because each side chooses its networks independently: Pa@B may equal Pb@A or Xb@A, and
+// Xa@B may equal Pb@A.
 func (r *report) checkOverlaps(localPod, localExternal, remotePod, remoteExternal pair) {
 	for _, n := range []pair{localExternal, remotePod, remoteExternal} {
 		if n.own.Addr().Is4() != localPod.own.Addr().Is4() {
@@ -315,8 +316,9 @@ func checkEndpoint(s string) string {
 	return ""
 }
 
-// checkName returns the reason why a DNS name is invalid, or "". It accepts RFC 1123 labels, '_',
-// which the DNS allows and some providers use, and an optional dot at the end.
+// checkName returns the reason why a DNS name is invalid, or "". It accepts RFC 1123 labels, and an
+// optional dot at the end. It also accepts '_' in labels, because the DNS allows it and some
+// providers use it.
 func checkName(s string) string {
 	name := strings.TrimSuffix(s, ".")
 	if len(name) > 253 {

@@ -1,7 +1,7 @@
-// Package fabric decides what the other packages apply. It turns complete snapshots of Kubernetes
-// objects into the desired state of a gateway or a node, and two NetworkConfigs into a
-// TunnelEndpoint. It does no I/O, reads no clock and writes no log, and the order of its input does
-// not matter.
+// Package fabric computes the desired state that the other packages apply. From complete snapshots
+// of Kubernetes objects, it computes the state of a gateway or a node. From two NetworkConfigs, it
+// computes a TunnelEndpoint. It does no I/O, reads no clock and writes no log. The order of its
+// input does not matter.
 //
 //	TunnelEndpoint ─ PeerFrom ─┐
 //	                           ├─ Attach ─► Intent ─ GatewayFor ─► Gateway
@@ -25,7 +25,6 @@
 // A refused peer or mapping never affects the others.
 //
 // Functions may be called concurrently. Results may share memory with arguments, so callers must
-// modify neither. The comments of functions and methods that work in place state this.
-// GatewayDecider, Decider, PodDecider and PodPlaces keep state between calls and are not safe for
-// concurrent use.
+// modify neither. If a function modifies its argument, its comment states this. GatewayDecider,
+// Decider, PodDecider and PodPlaces keep state between calls and are not safe for concurrent use.
 package fabric

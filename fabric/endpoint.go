@@ -7,20 +7,20 @@ import (
 	"slices"
 )
 
-// A Site holds the addresses of our own cluster and the networks behind the tunnels. No peer's
-// gateway can have an address that the Site contains. A Site is read-only. The zero Site has no
-// addresses.
+// A Site holds the addresses of our own cluster, and the networks behind the tunnels. The gateway
+// of a peer cannot have an address that the Site contains. A Site is read-only. The zero Site has
+// no addresses.
 type Site struct {
 	Networks []SiteNetwork         // may overlap; the first one that contains an address counts
 	Addrs    map[netip.Addr]string // single addresses; the value ends the sentence "192.0.2.1 is ..."
-	Relays   map[netip.Addr]bool   // those keys of Addrs that may be the source of a peer's message; see WithRelays
+	Relays   map[netip.Addr]bool   // the keys of Addrs that may be sources of peers' messages; see WithRelays
 }
 
 // A SiteNetwork is a network that cannot contain the gateway of a peer.
 type SiteNetwork struct {
 	Prefix netip.Prefix // the zero Prefix contains nothing
 	What   string       // ends the sentence "192.0.2.1 is inside 192.0.2.0/24, ..."
-	Relay  bool         // addresses in it may be the source of a peer's message; see WithRelays
+	Relay  bool         // addresses in Prefix may be sources of peers' messages; see WithRelays
 }
 
 // Equal reports whether all fields of s and other are equal.
@@ -41,9 +41,9 @@ func (s Site) With(addrs []netip.Addr, description string) Site {
 	return s
 }
 
-// WithRelays is like With, for addresses of nodes that may be the source of a peer's message. If a
-// node forwards a packet for the gateway's Service to another node, it replaces the source of the
-// packet by its own address.
+// WithRelays is like With, for addresses of nodes that forward packets for the gateway's Service to
+// other nodes. Such a node replaces the source of a packet by its own address, so a peer's message
+// may have this address as source.
 func (s Site) WithRelays(addrs []netip.Addr, description string) Site {
 	s = s.With(addrs, description)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))
@@ -57,7 +57,7 @@ func (s Site) WithRelays(addrs []netip.Addr, description string) Site {
 
 // CheckEndpoint returns the reason why no gateway of a peer can be at addr, or "". A peer chooses
 // the address, or the name that resolves to it, and we send UDP packets there. Callers check a
-// literal address when they read it, and every address again before the gateway uses it, because a
+// literal address when they read it. They check every address before the gateway uses it, because a
 // DNS server may give a different answer each time.
 func (s Site) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
@@ -78,8 +78,8 @@ func (s Site) describe(addr netip.Addr, index int) string {
 	return ""
 }
 
-// checkWith implements CheckEndpoint. site returns the reason why a Site excludes an address, or
-// "".
+// checkWith implements CheckEndpoint. The function site returns the reason why a Site excludes an
+// address, or "".
 func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	if !addr.IsValid() {
 		return "there is no address"
@@ -103,8 +103,8 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	return site(addr)
 }
 
-// A SiteIndex checks addresses like its Site, but fast enough for each received message, even with
-// thousands of networks. A SiteIndex is immutable.
+// A SiteIndex checks addresses like its Site, but faster. It is fast enough to check each received
+// message, even with thousands of networks. A SiteIndex is immutable.
 type SiteIndex struct {
 	site     Site
 	networks *prefixIndex // of site.Networks
@@ -139,8 +139,8 @@ func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 }
 
 // CheckSource returns the reason why no message of a peer can come from addr, or "". Replies go to
-// the source of a message, so the source is checked like an endpoint. Only addresses of nodes that
-// forward peers' messages are exempt; see WithRelays.
+// the source of a message, so CheckSource checks the source like an endpoint, with one exception:
+// addresses of nodes that forward peers' messages are permitted; see WithRelays.
 func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
@@ -155,8 +155,8 @@ func (x *SiteIndex) RelaysFrom(addr netip.Addr) bool {
 	return x.site.Relays[addr] || x.find(addr, true) >= 0
 }
 
-// endpointRanges cannot contain a gateway, just like specialRanges and metadataRanges. Pods may
-// have addresses in endpointRanges (GKE allows class E).
+// The gateway of a peer cannot be in endpointRanges, specialRanges or metadataRanges. Pods may have
+// addresses in endpointRanges (GKE allows class E).
 var endpointRanges = []specialRange{
 	{netip.MustParsePrefix("240.0.0.0/4"), "reserved, RFC 1112"},
 }
@@ -164,7 +164,7 @@ var endpointRanges = []specialRange{
 // Networks of IPv6 addresses that embed an IPv4 address. A packet to such an address reaches the
 // host with the IPv4 address.
 var (
-	nat64     = netip.MustParsePrefix("64:ff9b::/96") // DNS64 returns it in networks without IPv4
+	nat64     = netip.MustParsePrefix("64:ff9b::/96") // DNS64 returns such addresses in networks without IPv4
 	sixToFour = netip.MustParsePrefix("2002::/16")
 	teredo    = netip.MustParsePrefix("2001::/32")
 )

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Claim is the parsed and valid content of a NetworkConfig: networks, gateway and keys of the
-// sender. ClaimFrom makes it.
+// A Claim is the parsed and valid content of a NetworkConfig: the networks, the gateway and the
+// keys of the sender. ClaimFrom makes it.
 type Claim struct {
 	Pod       netip.Prefix // Pb, the sender's PodCIDR
 	External  netip.Prefix // Xb, the sender's ExternalCIDR
@@ -30,9 +30,9 @@ func (c Claim) Keys() [][32]byte {
 	return keys
 }
 
-// ClaimFrom reads the spec of a NetworkConfig, except the cluster to which it is addressed. It
-// repeats the checks of the CRD, because an object may be older than these rules. It reports all
-// problems at once; if there are any, the claim is zero. o names the object in messages.
+// ClaimFrom reads the spec of a NetworkConfig, apart from the receiver (spec.cluster). It repeats
+// the checks of the CRD, because an object may be older than these checks. It reports all problems
+// at once; if there are any, the claim is zero. o names the object in messages.
 func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	spec := &nc.Spec
 	r := report{origin: o}
@@ -68,8 +68,8 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	return c, nil
 }
 
-// A Receiver holds the values of our own side with which a peer's claim must not conflict. Zero
-// fields are unknown and conflict with nothing.
+// A Receiver holds our own values. A peer's claim must not conflict with them. A zero field is
+// unknown, so nothing conflicts with it.
 type Receiver struct {
 	PublicKey              [32]byte
 	Pod, Service, External netip.Prefix
@@ -79,7 +79,7 @@ type Receiver struct {
 	Tunnels                []TunnelEnd // additional tunnels, as published to this peer
 }
 
-// site returns the receiver's addresses. The descriptions are written for the peer.
+// site returns a Site with the receiver's addresses. The peer reads its descriptions.
 func (r Receiver) site() Site {
 	return Site{Networks: []SiteNetwork{
 		{Prefix: r.Pod, What: "the receiver's PodCIDR; want an address outside"},
@@ -91,7 +91,7 @@ func (r Receiver) site() Site {
 
 // Neighbours lists the conflicts of a claim with our other peers.
 type Neighbours struct {
-	TakenKeys         [][32]byte // the claim's public keys, of any tunnel, that belong to another peer
+	TakenKeys         [][32]byte // public keys of the claim, for any of its tunnels, that another peer already has
 	EndpointTunnelled bool       // the endpoint is inside a network that we use for another peer
 }
 
@@ -101,8 +101,8 @@ type Refusal struct {
 	Problem
 }
 
-// CheckClaim returns the reasons to refuse a peer's claim. The peer reads the messages, so they
-// reveal nothing about other peers.
+// CheckClaim returns the reasons to refuse a peer's claim. The peer reads the messages, so the
+// messages reveal nothing about other peers.
 func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []Refusal) {
 	refuse := func(reason, field, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
@@ -147,15 +147,15 @@ func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []R
 	return refusals
 }
 
-// CheckAllocation returns the reasons why podSeen and externalSeen cannot represent the networks of
-// a claim here, even though the IPAM state allows both. gateways are the addresses of peers'
-// gateways inside one of the two.
+// CheckAllocation returns the reasons why we cannot use podSeen and externalSeen for the networks
+// of a claim. The caller has checked that the IPAM state allows them. gateways has the addresses of
+// peers' gateways that are inside podSeen or externalSeen.
 func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
 		if addr, err := netip.ParseAddr(c.Endpoint); err == nil && seen.Contains(addr) {
-			// If a network contained the gateway of a peer, the tunnel's own UDP packets would be
-			// routed into the tunnel.
+			// If a network behind a tunnel contained the gateway of a peer, the tunnel's own UDP
+			// packets would be routed into the tunnel.
 			refusals = append(refusals, Refusal{v1alpha1.ReasonEndpoint, Problem{c.Origin, "spec.endpointIP",
 				fmt.Sprintf("%v is inside %v, which the receiver uses for %s; want an address outside, or reserve that network at the receiver",
 					addr, seen, fields[seen])}})
@@ -177,9 +177,10 @@ func sameHost(a, b string) bool {
 	return a != "" && strings.EqualFold(strings.TrimSuffix(a, "."), strings.TrimSuffix(b, "."))
 }
 
-// TunnelEndpointFor joins the two NetworkConfigs of a peering. original is ours, with the peer's
-// answer in its status. copied is the peer's, with our answer. The result is a spec that PeerFrom
-// accepts, or problems that name the fields of the NetworkConfigs. peer is the remote cluster.
+// TunnelEndpointFor joins the two NetworkConfigs of a peering. original is our NetworkConfig, with
+// the peer's answer in its status. copied is the peer's NetworkConfig, with our answer. peer is the
+// remote cluster. The result is a spec that PeerFrom accepts, or problems that name the fields of
+// the NetworkConfigs.
 func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.ClusterIdentity) (v1alpha1.TunnelEndpointSpec, []Problem) {
 	at := placesInExchange(originOf(original), originOf(copied))
 	var r report

@@ -12,13 +12,13 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Gateway is the complete desired state of a gateway: a peer that is missing from it must be
-// removed. GatewayFor makes it. It is read-only.
+// Gateway is the complete desired state of a gateway: a peer that is not in Peers must be removed.
+// GatewayFor makes it. It is read-only.
 type Gateway struct {
 	ClusterID, ClusterName string         // our own cluster, for display
 	Peers                  []*GatewayPeer // sorted by ID
 	Waiting                []Waiting      // mappings without a peer, sorted; only for display
-	Site                   Site           // with our networks and the networks of all peers, which cannot contain a gateway
+	Site                   Site           // includes our networks and the networks of all peers: the gateway of a peer cannot be inside one of these
 }
 
 // GatewayPeer is the configuration of a gateway for one peer.
@@ -31,9 +31,10 @@ type GatewayPeer struct {
 	Port      uint16
 	Tunnels   []TunnelEnd // additional tunnels, which share all other fields; nil if none
 
-	// InBand lets the peer's gateway reach our API server, and our manager reach the peer's.
+	// If InBand is true, the peer's gateway can reach our API server, and our manager can reach the
+	// peer's API server.
 	InBand bool
-	// InBandLeaving limits InBand to our manager's access, because the peering is ending.
+	// If InBandLeaving is true, only our manager can use InBand, because the peering is ending.
 	InBandLeaving bool
 
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
@@ -49,7 +50,7 @@ type GatewayPeer struct {
 	// 12345 (docs/liqo-v0.md, section 8).
 	Probe netip.AddrPort
 
-	Origin Origin // the object this peer was read from
+	Origin Origin // the object from which this peer was read
 }
 
 // GatewayFor computes the desired state of the gateway. Problems are sorted.
@@ -58,9 +59,10 @@ type GatewayPeer struct {
 // have the same cluster ID or the same public key. They also conflict if a network of one peer, as
 // we see it, overlaps a network of the other peer or one of our own networks in the TunnelEndpoint
 // of the other peer. Our own networks can differ between peers during a change, because each peer
-// answers the change separately. Of two conflicting peers, GatewayFor accepts the older one. If the
-// ages are equal, the ID decides, and then the origin. If a mapping is invalid, GatewayFor omits
-// only that mapping, so that the peer's pods stay connected.
+// answers the change separately. Of two conflicting peers, GatewayFor accepts the older one. If
+// both are equally old, GatewayFor accepts the one whose ID sorts first, or, if the IDs are equal,
+// whose origin sorts first. If a mapping is invalid, GatewayFor omits only that mapping, so that
+// the peer's pods stay connected.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping may
@@ -126,8 +128,8 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 	}
 }
 
-// byAge orders peers so that the accepted one of two conflicting peers comes first. Only identical
-// peers are equal in this order.
+// byAge defines the order of peers: of two conflicting peers, GatewayFor accepts the first one.
+// Only identical peers are equal in this order.
 func byAge(a, b Peer) int {
 	order := cmp.Or(
 		cmp.Compare(a.Created, b.Created), // 0 (unknown) counts as oldest: the object was written by hand
@@ -141,7 +143,7 @@ func byAge(a, b Peer) int {
 }
 
 // endpointsFor returns the engine's endpoints for a peer, sorted by the address that the peer sees:
-// those of the peer's mappings, and the gateway's own address.
+// the endpoints in the peer's mappings, and the gateway's own address.
 func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	var (
 		r        = report{origin: p.MappingsOrigin}
@@ -187,11 +189,11 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	return endpoints, r.problems
 }
 
-// A keeper holds the accepted peers, to find conflicts of further peers with them.
+// A keeper holds the accepted peers, and finds conflicts of other peers with them.
 type keeper struct {
 	id        string        // our own cluster ID
 	own       [][32]byte    // our own public keys
-	local     []*ownNetwork // our own networks, sorted; more than two only during a change of them
+	local     []*ownNetwork // our own networks, sorted; there are more than two only while our networks change
 	ids       map[string]*Peer
 	keys      map[[32]byte]*Peer // of all tunnels
 	nets      []*peerNetwork     // disjoint, sorted by address
@@ -208,7 +210,7 @@ type ownNetwork struct {
 	prefix netip.Prefix
 	pods   bool
 	peers  int   // number of peers with this network
-	peer   *Peer // the first of them
+	peer   *Peer // the first of these peers
 }
 
 func ownNetworksOf(p *Peer) [2]ownNetwork {
@@ -233,7 +235,8 @@ func (l *ownNetwork) name() string {
 	return "our ExternalCIDR"
 }
 
-// A peerEndpoint is the endpoint of a peer's gateway. Peers whose endpoint is a DNS name have none.
+// A peerEndpoint is the endpoint of a peer's gateway. If the endpoint is a DNS name, the peer has
+// no peerEndpoint.
 type peerEndpoint struct {
 	addr netip.Addr
 	peer *Peer
@@ -294,9 +297,9 @@ func (k *keeper) drop(p *Peer) {
 	}
 }
 
-// site adds the networks of accepted peers to a Site: our own networks, and the networks that the
-// host routes into the tunnel. If an endpoint were in such a network, the host would route the
-// tunnel's own packets into the tunnel.
+// site returns a copy of a Site, to which it adds our own networks, and the networks of accepted
+// peers, which the host routes into the tunnel. If an endpoint were in such a network, the host
+// would route the tunnel's own packets into the tunnel.
 func (k *keeper) site(s Site) Site {
 	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
 	for _, l := range k.local {
@@ -355,7 +358,8 @@ func (k *keeper) check(p *Peer) []Problem {
 		}
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
-	// An overlap would send packets of one peer into the tunnel of another.
+	// If networks of two peers overlapped, packets for one peer could go into the tunnel of the
+	// other.
 	for _, n := range []pair{localPod, localExternal} {
 		if _, other := k.find(n.own); other != nil {
 			r.addAt(n.ownAt, "%v overlaps %v of cluster %s (%s: %s); want a network that no peer has here",
@@ -364,7 +368,7 @@ func (k *keeper) check(p *Peer) []Problem {
 	}
 	for _, n := range []pair{remotePod, remoteExternal} {
 		for _, l := range k.local {
-			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // Peer.check covers the peer's own networks
+			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // Peer.check has compared n with p.Local
 				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want networks that do not overlap",
 					n.seen, l.prefix, l.name(), quote(l.peer.ID), l.peer.Origin)
 			}

@@ -11,7 +11,7 @@ import (
 type GatewayDecider struct {
 	in     Intent // the last Intent, without Peers
 	kept   keeper
-	peers  map[string]*decidedPeer // by peer ID; nil: two peers conflict, or there was no Intent yet
+	peers  map[string]*decidedPeer // by peer ID; nil: there was no Intent yet, or two of its peers conflict
 	gw     Gateway
 	faulty int    // number of peers with Problems
 	intent uint64 // number of the last Intent, from 1
@@ -22,7 +22,7 @@ type decidedPeer struct {
 	peer     Peer
 	kept     bool
 	problems []Problem
-	intent   uint64 // number of the last Intent that had the peer
+	intent   uint64 // number of the last Intent that contained the peer
 }
 
 // GatewayFor is a faster form of the function GatewayFor.
@@ -136,8 +136,8 @@ func (p *Peer) equal(q *Peer) bool {
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }
 
-// merged returns a copy of peers, sorted by ID. It leaves out the peers whose IDs are in removed,
-// and adds the peers in added.
+// merged returns a copy of peers, sorted by ID. The copy lacks the peers whose IDs are in removed,
+// and has the peers in added.
 func merged(peers []*GatewayPeer, removed map[string]bool, added []*GatewayPeer) []*GatewayPeer {
 	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(removed)+len(added))
 	slices.SortFunc(added, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })

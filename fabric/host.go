@@ -16,21 +16,21 @@ var (
 	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
 	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
 
-	// Router6 is the source of the gateway's ICMPv6 errors, as HopGateway4 is of its ICMP errors. A
-	// link-local address would be unsuitable, because it is valid only on the link. Like
-	// GatewayAddr6, it is in the discard-only prefix.
+	// Router6 is the source address of the gateway's ICMPv6 errors. For ICMP errors over IPv4, the
+	// source address is HopGateway4. A link-local address would be unsuitable, because it is valid
+	// only on its link. Like GatewayAddr6, it is in the discard-only prefix.
 	Router6 = netip.MustParseAddr("100::a9fe:6401")
 
-	// hopTun6 is the next hop of IPv6 routes to several TUNs. The kernel balances IPv6 only among
-	// routes with a next hop (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). A TUN resolves no
-	// neighbours, so no host needs to have the address.
+	// hopTun6 is the next hop of IPv6 routes to several TUNs. The kernel balances IPv6 packets only
+	// among routes with a next hop (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). No host
+	// needs to have this address, because the kernel does not resolve neighbours on a TUN.
 	hopTun6 = netip.MustParseAddr("fe80::1")
 
 	macHost    = kernel.MAC{2, 'i', 's', 't', 'h', 2}
 	macGateway = kernel.MAC{2, 'i', 's', 't', 'h', 1}
 )
 
-// metric6 is the metric that the kernel uses for an IPv6 route without a metric.
+// If an IPv6 route has no metric, the kernel uses metric6.
 const metric6 = 1024
 
 // TunName returns the name of the TUN of a tunnel in the gateway's namespace.
@@ -70,10 +70,10 @@ func (s TunnelSet) devs() string {
 // so all fragments of a packet take the same tunnel.
 //
 // mtu is the largest MTU of all peers' tunnels. Both ends of the veth have this MTU. If a pod sends
-// a larger packet, the host refuses it, so the ICMP error comes from the host. A superpacket
-// passes, because the kernel compares the size of its segments. If a packet fits mtu but not the
-// MTU of its peer's tunnel, the engine answers with an ICMP error. If a packet from a peer exceeds
-// mtu, the gateway's namespace answers with an ICMP error.
+// a packet larger than mtu, the host refuses the packet and sends the ICMP error. A superpacket
+// passes, because the kernel compares the size of its segments with mtu. If a packet is smaller
+// than mtu but exceeds the MTU of its peer's tunnel, the engine sends the ICMP error. If a packet
+// from a peer exceeds mtu, the gateway's namespace sends the ICMP error.
 func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix
@@ -100,7 +100,7 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 			{In: kernel.Inner, Name: kernel.VethGateway, MTU: mtu, MAC: macGateway, Up: true},
 		},
 	}
-	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each network, and three for the veth
+	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three routes for each network, and three for the veth
 	for i := range tunnels {
 		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: mtu, Up: true})
 	}
@@ -111,8 +111,9 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 		}
 		s.Routes = append(s.Routes, r)
 	}
-	// family connects the two ends of the veth in one address family. router is the source of the
-	// namespace's ICMP errors. It cannot be GatewayAddr, which belongs to the engine.
+	// family connects the two ends of the veth in one address family. router is the source address
+	// of ICMP errors that the namespace sends. It cannot be GatewayAddr, which belongs to the
+	// engine.
 	family := func(hopGateway, hopHost, router netip.Addr) {
 		s.Addresses = append(s.Addresses, kernel.Address{In: kernel.Inner, Dev: kernel.VethGateway, Prefix: netip.PrefixFrom(router, router.BitLen())})
 		s.Neighbors = append(s.Neighbors,
@@ -136,16 +137,16 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 				inside.Via = hopTun6
 			}
 		}
-		route(inside) // first, because the host's route alone would be a loop
+		route(inside) // add this route first: with only the host's route, packets would loop
 		route(kernel.Route{Prefix: r.prefix, Via: hop, Dev: kernel.VethHost, Table: kernel.GatewayTable})
 		route(kernel.Route{Prefix: r.prefix, Type: kernel.Unreachable, Table: kernel.GatewayTable, Metric: kernel.UnreachableMetric})
 	}
 	return s
 }
 
-// GatewayHostLeft returns the state that a gateway leaves on its host when it stops or is killed:
-// the routes that refuse packets for its peers. Without them, these packets would leave
-// unencrypted.
+// GatewayHostLeft returns the kernel state that a gateway leaves on its host when it stops or is
+// killed. It has only the routes that refuse packets for the gateway's peers. Without them, these
+// packets would leave unencrypted.
 func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 	s := GatewayHostFor(peers, nil, 0, 0)
 	for _, r := range s.Routes {

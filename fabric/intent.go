@@ -13,9 +13,9 @@ import (
 // peer uses the first host of Xa@B instead.
 var GatewayAddr = netip.AddrFrom4([4]byte{169, 254, 0, 1})
 
-// GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo does not have. It is in
-// the discard-only prefix (RFC 6666): no pod can have such an address, and the first router drops a
-// packet that leaks.
+// GatewayAddr6 is GatewayAddr for peers with IPv6 networks. Liqo has no such peers. The address is
+// in the discard-only prefix (RFC 6666). So no pod can have it, and if a packet leaks, the first
+// router drops it.
 var GatewayAddr6 = netip.MustParseAddr("100::a9fe:1")
 
 // gatewayAddrFor returns the gateway's own address in the family of p.
@@ -29,9 +29,9 @@ func gatewayAddrFor(p netip.Prefix) netip.Addr {
 // ProbePort is the UDP port of the connection check, fixed by Liqo since v0.6.
 const ProbePort = 12345
 
-// FirstHost returns the address after the network address of p: the address in an ExternalCIDR at
-// which a gateway answers the connection check. It is the zero Addr if p is absent or has no room
-// for a host.
+// FirstHost returns the address after the network address of p. In an ExternalCIDR, this is the
+// address at which a gateway answers the connection check. The result is the zero Addr if p is
+// absent or has no address for a host.
 func FirstHost(p netip.Prefix) netip.Addr {
 	first := p.Masked().Addr().Next()
 	if !p.Contains(first) {
@@ -40,10 +40,10 @@ func FirstHost(p netip.Prefix) netip.Addr {
 	return first
 }
 
-// Networks are the two networks of one cluster, each in two forms: as the cluster itself uses it,
-// and as the other side of a peering sees it.
+// Networks are the two networks of one cluster, each in two forms: the form in its own cluster, and
+// the form that the other side of a peering uses.
 type Networks struct {
-	Pod     netip.Prefix // PodCIDR, as in its own cluster
+	Pod     netip.Prefix // PodCIDR in its own cluster
 	PodSeen netip.Prefix // the PodCIDR as the other side sees it; equals Pod when not remapped
 
 	External     netip.Prefix // ExternalCIDR: its addresses stand for endpoints that are not pods
@@ -101,8 +101,8 @@ type Waiting struct {
 	Origin Origin // the object with the mappings
 }
 
-// Intent is the complete snapshot from which GatewayFor computes a Gateway: a peer that is missing
-// from it is removed. The zero Intent is a gateway without peers.
+// Intent is the complete snapshot from which GatewayFor computes a Gateway. A peer that is not in
+// the snapshot is removed. The zero Intent results in a gateway without peers.
 type Intent struct {
 	ClusterID   string     // our own cluster; empty when unknown
 	ClusterName string     // for display
@@ -110,14 +110,14 @@ type Intent struct {
 	FurtherKeys [][32]byte // public keys of our additional tunnels, in use or not; nil when unknown
 	Peers       []Peer     // in any order
 	Waiting     []Waiting  // in any order; see Attach
-	Site        Site       // our cluster's addresses; GatewayFor adds the networks that Peers contain
+	Site        Site       // our cluster's addresses; GatewayFor adds the networks of the accepted peers
 }
 
 // Attach assigns the mappings in sets to the peers with the same cluster ID. It returns copies of
-// the peers in the same order, the sets whose peer is missing, and a Problem for each duplicate
-// set. If there are several sets for one cluster, Attach uses the set whose Origin sorts first. If
-// several peers have the same cluster ID, each gets the set; GatewayFor accepts only one of these
-// peers.
+// the peers in the same order. waiting names the sets whose peer does not exist. problems has a
+// Problem for each duplicate set. If there are several sets for one cluster, Attach uses the set
+// whose Origin sorts first. If several peers have the same cluster ID, each gets the set;
+// GatewayFor accepts only one of these peers.
 func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting, problems []Problem) {
 	sets = slices.SortedFunc(slices.Values(sets), func(a, b MappingSet) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.ID, b.ID),

@@ -24,10 +24,10 @@ func ParseKey(s string) (key [32]byte, err error) {
 	return key, nil
 }
 
-// checkPublicKey returns the reason why a WireGuard public key is invalid, or "". An exchange with
-// a key of low order has a result that everybody knows (RFC 7748, section 6.1). A value that is not
-// below the field's prime is a second encoding of another key. No generator makes such a value, and
-// it would let two peers use the same key.
+// checkPublicKey returns the reason why a WireGuard public key is invalid, or "". The result of a
+// key exchange with a key of low order is public (RFC 7748, section 6.1). A value that is not below
+// the field's prime is a second encoding of another key. No key generator makes such a value. If it
+// were valid, two peers could use the same key.
 func checkPublicKey(key [32]byte) string {
 	switch {
 	case key == [32]byte{}:

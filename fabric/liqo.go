@@ -47,9 +47,9 @@ func placesInTunnelEndpoint(o Origin) places {
 	return at
 }
 
-// PeerFrom reads a TunnelEndpoint, except its status. It checks everything on which the gateway
-// relies and reports all problems at once. If there are any, the peer is zero. o names the object
-// in messages.
+// PeerFrom reads a TunnelEndpoint, except its status. It checks all values on which the gateway
+// relies, and reports all problems at once. If there are problems, the returned peer is zero. o
+// names the object in messages.
 func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	spec, at := &te.Spec, placesInTunnelEndpoint(o)
 	var r report
@@ -116,8 +116,8 @@ func backendConfig(port uint16, key [32]byte, further []TunnelEnd) v1alpha1.Back
 }
 
 // AnswerFor returns our answer to a claim if we use podSeen and externalSeen for its networks. The
-// answer is the NAT fields of the NetworkConfig's status, with the literal None for a network that
-// is used unchanged.
+// answer consists of the values of the NAT fields in the status of the NetworkConfig. The value is
+// the literal None for a network that we use unchanged.
 func AnswerFor(c Claim, podSeen, externalSeen netip.Prefix) (podCIDRNAT, externalCIDRNAT string) {
 	return natText(c.Pod, podSeen), natText(c.External, externalSeen)
 }
@@ -129,8 +129,8 @@ func natText(own, seen netip.Prefix) string {
 	return seen.String()
 }
 
-// SeenBy reads the answer of another cluster: the networks that it uses for the sender's PodCIDR
-// and ExternalCIDR. ok is false if there is no answer, or an invalid one.
+// SeenBy reads the receiver's answer from a NetworkConfig: the networks that the receiver uses for
+// the sender's PodCIDR and ExternalCIDR. ok is false if there is no answer, or if it is invalid.
 func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	if !nc.Status.Processed {
 		return pod, external, false
@@ -145,9 +145,10 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	return p.seen, e.seen, true
 }
 
-// MappingsFrom reads a NatMapping. It returns the valid entries, sorted by the address seen, and a
-// Problem for each other entry. Without a valid cluster ID or ExternalCIDR no entry is valid. It
-// does not detect an outdated spec.externalCIDR; GatewayFor checks the addresses.
+// MappingsFrom reads a NatMapping. It returns the valid entries, sorted by the address that the
+// peer uses, and a Problem for each other entry. If the cluster ID or the ExternalCIDR is invalid,
+// no entry is valid. MappingsFrom does not detect an outdated spec.externalCIDR; GatewayFor checks
+// the addresses.
 func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings []Mapping, problems []Problem) {
 	r := report{origin: o}
 	if wrong := CheckClusterID(nm.Spec.ClusterID); wrong != "" {
@@ -181,14 +182,14 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 	return nm.Spec.ClusterID, mappings, SortProblems(r.problems)
 }
 
-// checked checks the peer p, which was just read. It returns p, or all problems of the read and the
-// check.
+// checked checks the peer p, which was just read. It returns p if reading and checking found no
+// problems. Otherwise it returns all problems.
 func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 	type field struct {
 		origin Origin
 		path   string
 	}
-	unread := make(map[field]bool, len(r.problems)) // fields with a problem are zero in p, and check would report them again
+	unread := make(map[field]bool, len(r.problems)) // fields that could not be read: they are zero in p, and check would report them again
 	for _, problem := range r.problems {
 		unread[field{problem.Origin, problem.Field}] = true
 	}

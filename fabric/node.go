@@ -25,13 +25,14 @@ const (
 var overlayNetwork = netip.MustParsePrefix("240.0.0.0/8")
 
 // gatewayHop is the next hop of a node's routes to a gateway that is a Pod. Its neighbour entry has
-// the MAC address of the active gateway, so a failover changes one neighbour and no route, however
-// many peers there are. It is the IPv4 dummy address (RFC 7600, section 4.8), which no packet has.
+// the MAC address of the active gateway, so a failover changes only this entry. The routes stay,
+// however many peers there are. It is the IPv4 dummy address (RFC 7600, section 4.8), which no
+// packet has.
 var gatewayHop = netip.AddrFrom4([4]byte{192, 0, 0, 8})
 
 // OverlayMAC returns the MAC address of a node's overlay device: 0x66, which marks a locally
 // administered unicast address, and five octets of a hash of the node's name. Other nodes compute
-// it and need no ARP. Liqo does the same with another hash.
+// this address themselves, so they need no ARP. Liqo does the same with another hash.
 func OverlayMAC(node string) kernel.MAC {
 	sum := sha256.Sum256([]byte("isthmus-" + node))
 	return kernel.MAC{0x66, sum[0], sum[1], sum[2], sum[3], sum[4]}
@@ -57,24 +58,26 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 //
 // Requests and answers take the same path, so strict rp_filter and a cloud's anti-spoofing do not
 // drop them. Traffic within the cluster does not change. Packets for a peer's network never take
-// another path. If the path is missing (no gateway yet, IPv6 on another node, a peer that
-// GatewayFor refuses), the node refuses these packets from the time when the network is allocated.
-// It also refuses packets from peers to pods that the overlay does not reach.
+// another path. As soon as the network is allocated, the node refuses packets for which it has no
+// path. A path is missing if there is no gateway yet, if GatewayFor refuses the peer, or if IPv6
+// packets would need the overlay, which does not carry IPv6. The gateway's node also refuses
+// packets from peers to pods that the overlay does not reach.
 //
-// GatewayFor decides which peers are valid, as in the gateway. NodeFor ignores an address of a node
-// inside a peer's network. If two nodes have the same overlay address, the older one keeps it. If
-// our node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
+// GatewayFor decides which peers are valid, as in the gateway. If the address of a node lies inside
+// a peer's network, NodeFor ignores this address. If two nodes have the same overlay address, the
+// older one keeps it. If our node is not among in.Nodes, the State only refuses packets, and a
+// Problem reports that.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
-// A Decider computes the state for successive intents. A Decider reuses the routes for networks of
-// peers, of which there may be thousands, until these networks change. The zero value is ready.
+// A Decider computes the state for successive intents. There may be thousands of routes for
+// networks of peers, so a Decider reuses them until these networks change. The zero value is ready.
 // Only one goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
 	src     netip.Addr     // source of the routes to the gateway; zero: no such routes
 	made    bool           // routes were computed for refused and src
 	routes  []kernel.Route // in the order of Route.Compare
-	remote  kernel.Remote  // refused, as sets of the filter
+	remote  kernel.Remote  // the networks in refused, as sets of the filter
 }
 
 // NodeFor is a faster form of the function NodeFor.
@@ -125,7 +128,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// setRefused discards the cache if the networks have changed.
+// setRefused discards the cached routes if the refused networks have changed.
 func (m *Decider) setRefused(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
@@ -152,7 +155,7 @@ func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	return m.routes
 }
 
-// everythingOf returns 0.0.0.0/0 if a network is IPv4, and ::/0 if a network is IPv6.
+// everythingOf returns 0.0.0.0/0 if any of the networks is IPv4, and ::/0 if any of them is IPv6.
 func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
 		sameFamily := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
@@ -169,13 +172,13 @@ type nodeDecision struct {
 	oneGateway bool                      // one gateway serves all peers
 	senders    []GatewayPod              // see NodeIntent.Senders
 	gateways   map[netip.Addr]GatewayPod // see NodeIntent.nextHops
-	nodes      []ClusterNode             // the oldest first
+	nodes      []ClusterNode             // sorted by age, oldest first
 	refused    []netip.Prefix            // networks of peers
-	remote     kernel.Remote             // refused, as sets of the filter
+	remote     kernel.Remote             // the networks in refused, as sets of the filter
 	src        netip.Addr                // source of the routes to the one gateway; zero: no such routes
 	trusted    bool                      // see podCIDRsHold
 	overlay    map[string]netip.Addr     // overlay addresses by name of the node
-	outer      []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets only from them
+	outer      []netip.Addr              // for a gateway in a Pod: source addresses of nodes, sorted; the gateway accepts outer packets only from these
 	node       kernel.State
 	problems   []Problem
 }
@@ -184,14 +187,14 @@ func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 	d.problems = append(d.problems, Problem{o, field, fmt.Sprintf(format, args...)})
 }
 
-// RefusingState returns the part of every node's State that refuses packets for networks, which
-// must be sorted.
+// RefusingState returns the routes and rules that refuse packets for networks. Every node's State
+// has them. networks must be sorted.
 func RefusingState(networks []netip.Prefix) kernel.State {
 	return kernel.State{Routes: appendRefusing(nil, networks), Rules: refusingRules(networks)}
 }
 
-// appendRefusing appends the routes that refuse a network if no other route of ours matches, in the
-// order of the networks.
+// appendRefusing appends a route for each network, in the order of networks. The route refuses a
+// packet if no other route of ours matches.
 func appendRefusing(all []kernel.Route, networks []netip.Prefix) []kernel.Route {
 	for _, p := range networks {
 		all = append(all, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
@@ -206,9 +209,9 @@ func refusingRules(networks []netip.Prefix) (all []kernel.Rule) {
 	return all
 }
 
-// dropRemoteAddrs drops addresses of nodes that lie in networks of peers. Otherwise write access to
-// the status of one Node could make other nodes send packets for a peer to that address, outside
-// the tunnel.
+// dropRemoteAddrs removes the addresses of nodes that lie in networks of peers. Otherwise somebody
+// with write access to the status of one Node could make other nodes send packets for a peer to
+// such an address, outside the tunnel.
 func (d *nodeDecision) dropRemoteAddrs() {
 	find := func(a netip.Addr) int {
 		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
@@ -293,7 +296,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
-	if d.onlyPods { // packets from the gateway must not go back to the gateway
+	if d.onlyPods { // refuse packets from the gateway that would go back to the gateway
 		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
 		return
 	}
@@ -309,8 +312,8 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	}
 }
 
-// addFilter keeps foreign hosts out of the overlay, and peers away from our node itself. ownPods
-// are the networks of the cluster's pods.
+// addFilter adds the packet filter, which keeps foreign hosts out of the overlay, and peers away
+// from our node itself. ownPods are the networks of the cluster's pods.
 func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	var nodes, own, gateways []netip.Addr
 	var elsewhere []netip.Prefix
@@ -360,16 +363,16 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	d.node.Filters = []kernel.Filter{filter}
 }
 
-// addSourceNAT preserves the addresses of pods towards peers, even if the CNI would masquerade
-// them. It also accepts packets of pods and of our node's gateways in foreign forward chains, see
-// kernel.Accept.
+// Some CNIs would masquerade packets of pods to peers. addSourceNAT adds rules that preserve the
+// source addresses of these packets. It also adds rules that accept packets of pods and of our
+// node's gateways in foreign forward chains; see kernel.Accept.
 func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 {
 		return // no packet leaves for a peer
 	}
 	s := kernel.SourceNATSets{Local: d.localPods(in), Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
-	var local, remote []netip.Addr // gateways on our node and on others, active or not
+	var local, remote []netip.Addr // gateways on our node, and gateways on other nodes, active or not
 	for _, g := range in.Gateways {
 		switch {
 		case g.HostNetwork:
@@ -382,7 +385,8 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(local, remote)}
 }
 
-// localPods returns the networks of our node's own pods: the podCIDRs, or each pod's address.
+// localPods returns the networks of our node's own pods: the podCIDRs of our node if they are
+// trusted, otherwise each pod's address.
 func (d *nodeDecision) localPods(in NodeIntent) (local []netip.Prefix) {
 	if d.trusted {
 		return validOf(d.self.PodCIDRs)
@@ -395,7 +399,7 @@ func (d *nodeDecision) localPods(in NodeIntent) (local []netip.Prefix) {
 	return local
 }
 
-// podNetworks returns the known networks of all pods of the cluster.
+// podNetworks returns all networks that are known to contain pods of the cluster.
 func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []netip.Prefix {
 	all := append(validOf(ownPods), d.localPods(in)...)
 	for _, n := range d.nodes {
@@ -404,15 +408,15 @@ func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []neti
 	return all
 }
 
-// nameStrangers reports pods of our node whose addresses are in none of the pod networks that peers
-// know. Peers see the gateway's address instead of the address of such a pod.
+// Only the networks in ownPods are mapped 1:1. If a pod of our node has an address outside of them,
+// peers see the gateway's address instead. nameStrangers reports such pods.
 func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
 		return
 	}
 	known := func(p netip.Prefix) bool { return insideAny(p, ownPods) }
 	stranger := ""
-	if d.trusted { // in.Pods may be empty, so check the podCIDRs
+	if d.trusted { // in.Pods may then be empty, so check the podCIDRs
 		for _, p := range validOf(d.self.PodCIDRs) {
 			if p.Addr().Is4() && !known(p) {
 				stranger = "those of " + p.String()
@@ -441,8 +445,8 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 }
 
 // toGateway sends packets for all networks of peers to the only active gateway. If that gateway is
-// unknown or the overlay is missing, it adds no route, and the routes in RefuseTable refuse the
-// packets.
+// unknown or our node has no overlay device, toGateway adds no route. The routes in RefuseTable
+// then refuse the packets.
 func (d *nodeDecision) toGateway(gateway netip.Addr) {
 	if _, known := d.gateways[gateway]; !known {
 		d.problem(Origin{Kind: "Service", Name: "of the gateway"}, "metadata.annotations", "%v is not the address of a gateway Pod; want that of the active one", gateway)

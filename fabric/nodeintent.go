@@ -13,43 +13,46 @@ import (
 // may have any order.
 type NodeIntent struct {
 	Self string // name of our node
-	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets. If it is 0, the MTU
-	// is unknown and 1500 is used.
+	// UnderlayMTU is the smallest MTU, in octets, among the paths of outer packets. 0 means that it
+	// is unknown; NodeFor then uses 1500.
 	UnderlayMTU int
-	// UnderlayDevices are the known devices that have our node's address or lead to other nodes.
+	// UnderlayDevices are the device with our node's address, and the devices that lead to other
+	// nodes, as far as known.
 	UnderlayDevices []string
-	// Routes are the routes of our node via other hosts.
+	// Routes are the routes of our node whose next hop is another host.
 	Routes []NodeRoute
 	// Bridges are the bridges through which our node reaches gateways' Pods. Uplinks are the ports
-	// of these bridges that lead to other nodes. Bridged is true if our kernel.Bridge is in place,
-	// which keeps pods on these bridges away from the gateways' overlay port.
+	// of these bridges that lead to other nodes. Bridged is true if our kernel.Bridge is in place.
+	// It drops packets from pods on these bridges to the gateways' overlay port.
 	Bridges, Uplinks []string
 	Bridged          bool
 	Nodes            []ClusterNode
 	Pods             []NodePod
 	Gateways         []GatewayPod
-	// OnlyPods is true if all gateways are Pods with their own network. The node then needs to know
-	// only itself and its own pods.
+	// OnlyPods is true if all gateways are Pods with their own network. Then Nodes and Pods need to
+	// contain only our node and its pods.
 	OnlyPods bool
-	// Gateway is the address of the active gateway, if the gateway reports it once for all peers.
-	// It is set only with OnlyPods. All peers' networks are then behind this gateway, so Tunnels
-	// may be empty. If Gateway is zero, each Tunnel has the address of its gateway.
+	// Gateway is the address of the active gateway, if one gateway serves all peers and has
+	// published its address. It is set only with OnlyPods. All peers' networks are then behind this
+	// gateway, so Tunnels may be empty. If Gateway is zero, each Tunnel has the address of its
+	// gateway.
 	Gateway netip.Addr
 	// Trusted is true if OnlyPods is set and the pods of our node have addresses from its podCIDRs.
-	// Pods may then be empty; otherwise it must include the pods of our node. See Trust.
+	// If Trusted is true, Pods may be empty. Otherwise Pods must contain the pods of our node. See
+	// Trust.
 	Trusted bool
 	Tunnels []Tunnel
 	// Allocations is the content of the NetworkAllocations.
 	Allocations
 	// Allocated are the networks of peers for which a node refuses packets: the networks that
-	// NetworkAllocations name, and those that they named earlier and have not freed. The agent
-	// remembers the earlier networks and sets the field.
+	// NetworkAllocations name, and networks that they named earlier and have not freed. The agent
+	// sets the field, because only the agent stores the earlier networks.
 	Allocated []netip.Prefix
 }
 
-// Trust sets Trusted for the node self, and drops the Pods that do not matter to that node. If
-// Trusted is true, no Pod matters, so a new or deleted pod does not change the intent. Otherwise
-// only the Pods of the node self matter.
+// Trust sets Trusted, and removes the Pods that do not affect our node, which has the name self. If
+// Trusted is true, it removes all Pods, so a new or deleted pod does not change the intent.
+// Otherwise it keeps only the Pods of our node.
 func (in *NodeIntent) Trust(self string) {
 	in.Trusted = podCIDRsHold(in.Nodes, self, in.Pods)
 	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })
@@ -64,7 +67,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	for _, networks := range [][]netip.Prefix{in.Allocated, in.Own, in.OwnPods} {
-		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // do not write to a sorted list, which may be shared
+		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // do not write to a sorted list, because other goroutines may use it
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
 	}
@@ -74,9 +77,9 @@ func (in *NodeIntent) Sort() {
 type ClusterNode struct {
 	Name     string
 	Addrs    []netip.Addr   // InternalIPs, in the order of the Node
-	PodCIDRs []netip.Prefix // networks from which the node's pods get addresses, if it has any
-	Sources  []netip.Addr   // additional sources of its packets to a Pod, as its agent reports
-	Routes   []NodeRoute    // as its agent reports; only for the gateway's node
+	PodCIDRs []netip.Prefix // networks from which the node's pods get addresses; may be empty
+	Sources  []netip.Addr   // additional source addresses of the node's packets to a Pod, reported by the node's agent
+	Routes   []NodeRoute    // routes of the node, reported by the node's agent; only for the gateway's node
 	Created  int64          // seconds since 1970; of two conflicting nodes the older is kept
 }
 
@@ -117,8 +120,8 @@ type Tunnel struct {
 	Gateway netip.Addr
 }
 
-// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and the gateway from its status. If there are
-// problems, the tunnel is zero.
+// TunnelFrom reads the spec of a TunnelEndpoint as PeerFrom does, and the gateway's address from
+// the status. If there are problems, the tunnel is zero.
 func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	peer, problems := PeerFrom(te, o)
 	r := report{origin: o, problems: problems}
@@ -137,8 +140,8 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 }
 
 // Senders returns the gateways that are Pods with their own network, active or not. Our node
-// accepts outer packets from all of them. After another gateway has become active, the previous one
-// still delivers packets from peers for a moment.
+// accepts outer packets from all of them, because after a failover the previous gateway still
+// delivers packets from peers for a moment.
 func (in *NodeIntent) Senders() (all []GatewayPod) {
 	for _, g := range in.Gateways {
 		if g.Addr.Is4() && !g.HostNetwork && !slices.Contains(all, g) {
@@ -149,7 +152,7 @@ func (in *NodeIntent) Senders() (all []GatewayPod) {
 }
 
 // nextHops returns those Senders that in.Gateway or a tunnel names. Our node sends outer packets to
-// these gateways. There are several only for a moment, while the active gateway changes.
+// these gateways. During a failover, there may be several for a moment.
 func (in *NodeIntent) nextHops() []GatewayPod {
 	return slices.DeleteFunc(in.Senders(), func(g GatewayPod) bool {
 		if in.Gateway.IsValid() {
@@ -159,10 +162,11 @@ func (in *NodeIntent) nextHops() []GatewayPod {
 	})
 }
 
-// Carriers returns the destinations of our node's outer packets, for which the agent determines the
-// MTU, and addresses of nodes to which the underlay devices lead. If all gateways are Pods, outer
-// has the addresses of active gateways' Pods, and nodes has the nodes of all gateways. Otherwise
-// both lists also have the nodes with which our node exchanges outer packets.
+// Carriers returns two lists of addresses. outer has the destinations of our node's outer packets;
+// the agent determines the MTU of the paths to them. nodes has addresses of nodes; the devices that
+// lead to them are the underlay devices. If all gateways are Pods, outer has the addresses of
+// active gateways' Pods, and nodes has the nodes of all gateways. Otherwise both lists also have
+// the nodes with which our node exchanges outer packets.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {
@@ -194,8 +198,8 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	return outer, nodes
 }
 
-// RemotePodAddr returns an address that, as far as known, only a pod of another node can have. It
-// returns zero if there is none or if OnlyPods is false.
+// RemotePodAddr returns an address that only a pod of another node can have, as far as known. It
+// returns zero if there is no such address, or if OnlyPods is false.
 func (in *NodeIntent) RemotePodAddr() netip.Addr {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 || !in.OnlyPods {
@@ -233,7 +237,7 @@ func inOrder(networks []netip.Prefix) bool {
 	return true
 }
 
-// withoutHost reports whether p equals p.Masked(), fast enough for thousands of networks.
+// withoutHost reports whether p equals p.Masked(). It is fast enough for thousands of networks.
 func withoutHost(p netip.Prefix) bool {
 	if p.IsValid() && p.Addr().Is4() {
 		a := p.Addr().As4()
@@ -270,8 +274,8 @@ func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
 	return valid
 }
 
-// subtract splits the IPv4 network p into networks that overlap no network in the list taken.
-// Together they cover the rest of p.
+// subtract returns the addresses of the IPv4 network p that are in no network of the list taken, as
+// a list of networks.
 func subtract(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
 	if !slices.ContainsFunc(taken, overlaps) {
@@ -299,9 +303,10 @@ func lastButOne(p netip.Prefix) netip.Addr {
 }
 
 // podCIDRsHold reports whether the cluster's pods have addresses from the podCIDRs of their nodes.
-// Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. For a true result,
-// all pods of our node must match, and all pods of at least half of the nodes with pods. Thus write
-// access to the status of one node's Pods does not change the result for other nodes.
+// Some CNIs ignore the podCIDRs when they assign addresses. A node matches if the addresses of all
+// its pods are in its podCIDRs. The result is true if our node matches, and at least half of the
+// nodes with pods match. So if the other nodes are alike, somebody with write access to the status
+// of one node's Pods cannot change the result for them.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {

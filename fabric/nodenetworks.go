@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Bounds of a report, as in the CRD.
+// Bounds of a report. The CRD has the same bounds.
 const (
 	maxNodeNetworks = 256 // of each family
 	maxResolvers    = 16
@@ -21,21 +21,21 @@ const (
 	maxNodeProblems = 16
 	maxNodeProblem  = 512 // characters
 
-	// WidestNodeNetwork is the shortest prefix length of a network that a node's report may keep
-	// from peers. A route to a wider network is a default route in disguise (VPN clients split it
-	// into 0.0.0.0/1 and 128.0.0.0/1), or a node's attempt to block all peers.
+	// No peer may get a network that a node reports. WidestNodeNetwork is the shortest prefix
+	// length for which this applies. A route to a wider network is a default route in disguise (VPN
+	// clients split it into 0.0.0.0/1 and 128.0.0.0/1), or a node's attempt to block all peers.
 	WidestNodeNetwork = 8
 )
 
-// NodeNetworks is a node's report of the networks that it reaches without the tunnel. No peer may
-// get one of these networks.
+// NodeNetworks is a node's report of the networks that the node reaches without the tunnel. No peer
+// may get one of these networks.
 type NodeNetworks struct {
 	Networks  []netip.Prefix // disjoint, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
-	Refused   int64          // the node refuses the networks that NetworkAllocations named up to this resourceVersion; 0: unknown
-	Sources   []netip.Addr   // additional sources of the node's packets to a gateway's Pod, besides InternalIPs; sorted
+	Refused   int64          // the node refuses packets for every network that a NetworkAllocation named at this resourceVersion or an earlier one; 0: unknown
+	Sources   []netip.Addr   // addresses, besides InternalIPs, that packets of the node to a gateway's Pod may have as source; sorted
 	Routes    []NodeRoute    // sorted
-	Problems  []kernel.Limit // faults of traffic between pods of the node and peers
+	Problems  []kernel.Limit // faults that affect traffic between pods of the node and peers
 
 	BrokenOverlay BrokenOverlay // zero: as far as known, the overlay to the gateway works
 }
@@ -53,10 +53,11 @@ type BrokenOverlay struct {
 	Back    bool      // true: only packets from the gateway to the node are lost
 }
 
-// NodeNetworksOf makes the report of a node from its networks and resolvers. The report leaves out
-// networks inside own, the networks of the cluster's own pods and Services: no peer gets them
-// anyway, and there may be thousands of routes into them. It has at most 256 networks of each
-// family. If there are more, they are merged into wider networks, so that all are covered.
+// NodeNetworksOf makes the report of a node from its networks and resolvers. own has the networks
+// of the cluster's own pods and Services. The report leaves out networks inside own: no peer gets
+// them anyway, and there may be thousands of routes into them. The report has at most 256 networks
+// of each address family. If there are more, NodeNetworksOf merges them into wider networks, which
+// cover all of them.
 func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Addr) (n NodeNetworks, problems []Problem) {
 	own = mergeNetworks(slices.Clone(own))
 	ignored := slices.Concat(own, SpecialRanges())
@@ -144,8 +145,9 @@ func (n NodeNetworks) Equal(other NodeNetworks) bool {
 	return n.BrokenOverlay == other.BrokenOverlay && slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers) && slices.Equal(n.Problems, other.Problems) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
-// OverlaySourcesOf returns the addresses of a node that lie in pods' networks, at most 16. A CNI
-// may use one of them instead of the InternalIP as source of the node's packets to a Pod.
+// OverlaySourcesOf returns the addresses of a node that lie in pods' networks, at most 16. With
+// some CNIs, the node's packets to a Pod have one of these addresses as source, instead of the
+// InternalIP.
 func OverlaySourcesOf(addrs []netip.Addr, pods []netip.Prefix) (all []netip.Addr) {
 	for _, a := range addrs {
 		if a.Is4() && insideAny(hostPrefix(a), pods) {
@@ -169,9 +171,9 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 
 // NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. own has
 // the networks of the cluster's pods and Services. NodeRoutesOf leaves out routes into own, because
-// a CNI may have thousands of them. It returns at most 128 routes. Routes via an address in nodes
-// come first. Routes via the next hop of a default route come last, because that next hop is hardly
-// ever a node.
+// a CNI may have thousands of them. It returns at most 128 routes. If there are more, it prefers
+// routes via an address in nodes. It leaves out routes via the next hop of a default route first,
+// because that next hop is hardly ever a node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2
 	ranks := make(map[netip.Addr]int)
@@ -213,9 +215,9 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// limitNetworks merges networks of one family until at most limit are left. It shortens all longer
-// prefixes to a common length, the greatest length for which at most limit networks are left. limit
-// must be at least the number of networks of length WidestNodeNetwork in a family.
+// limitNetworks merges networks of one family until at most limit are left. It chooses the greatest
+// prefix length for which at most limit networks are left, and shortens all longer prefixes to this
+// length. limit must be at least the number of networks of length WidestNodeNetwork in a family.
 func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
@@ -234,8 +236,9 @@ func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	return cut(longest - steps)
 }
 
-// mergeNetworks sorts networks, removes each network inside another one, and joins the two halves
-// of a network that is not wider than WidestNodeNetwork. It works in place.
+// mergeNetworks sorts networks, and removes each network that is inside another one. If both halves
+// of a network are in the list, it joins them, unless the result would be wider than
+// WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
 	slices.SortFunc(networks, netip.Prefix.Compare) // in this order, a network precedes the networks inside it
 	out := networks[:0]

@@ -9,8 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// addTunnels adds rules and routes for the networks of peers. local has the networks of peers whose
-// gateway is on our node. own has our PodCIDRs according to these tunnels.
+// addTunnels adds rules and routes for the networks of peers. It returns in local the networks of
+// those peers whose gateway is on our node, and in own our PodCIDRs according to the tunnels of
+// these peers.
 func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
@@ -61,7 +62,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) 
 			}
 			continue
 		}
-		via, reachable := d.overlay[node.Name] // not reachable if the node is unknown, because its name is then empty
+		via, reachable := d.overlay[node.Name] // if the node is unknown, its name is empty, and reachable is false
 		for _, prefix := range p.AllowedIPs {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
@@ -73,9 +74,9 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) 
 	return own, local
 }
 
-// toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get its
-// underlay address as source: the gateway's overlay has a route to that address, and a reply to it
-// is never for a pod.
+// toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get the node's
+// underlay address as source. The gateway's overlay has a route to that address, and no pod has it,
+// so replies reach the node.
 func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 	for i, prefix := range p.AllowedIPs {
 		if prefix.Addr().Is6() {
@@ -119,11 +120,11 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	return len(d.problems) == before
 }
 
-// guard refuses packets from a gateway on our node if the TunnelEndpoint of the peer does not name
-// that gateway yet. A gateway delivers packets as soon as it reads the TunnelEndpoint, and writes
-// its address to the status a moment later. Until then, addTunnels adds no rules for the peer, and
-// the CNI's routes would send the packets to other nodes, unencrypted. If no TunnelEndpoint names a
-// gateway on our node, one rule per family covers all peers.
+// A gateway delivers packets of a peer as soon as it has read the TunnelEndpoint. A moment later,
+// it writes its own address to the status. Until then, addTunnels adds no rules for the peer, and
+// the CNI's routes would send the packets to other nodes, unencrypted. So guard refuses packets
+// from a gateway on our node while the TunnelEndpoint of the peer does not name that gateway. If no
+// TunnelEndpoint names a gateway on our node, one rule per family covers all peers.
 func (d *nodeDecision) guard(local []netip.Prefix) {
 	if len(local) == 0 {
 		for _, everything := range everythingOf(d.refused) {
@@ -140,9 +141,9 @@ func (d *nodeDecision) guard(local []netip.Prefix) {
 
 // addPods adds the routes from the gateway's node to pods on other nodes: one for each podCIDR, and
 // one for each pod outside its node's podCIDRs. A CNI that ignores podCIDRs has many such pods. If
-// pods are trusted to be in their node's podCIDRs, a Pod with an address from another node's
-// podCIDRs is ignored. Otherwise write access to the status of one node's Pods could divert packets
-// of peers for pods of other nodes.
+// d.trusted is true, addPods ignores a Pod with an address from another node's podCIDRs. Otherwise
+// somebody with write access to the status of one node's Pods could divert packets of peers for
+// pods of other nodes.
 //
 // Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
 // route could take such a packet out of the cluster.
@@ -161,7 +162,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 		return at, "", false
 	}
-	for _, n := range d.nodes { // first check all networks at once, because there may be thousands, which hardly ever overlap
+	for _, n := range d.nodes { // first check all networks at once: there may be thousands, and they hardly ever overlap
 		for _, p := range n.PodCIDRs {
 			if p.IsValid() && p.Addr().Is4() {
 				networks = append(networks, network{p.Masked(), n.Name})
@@ -174,7 +175,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		disjoint = disjoint && !networks[i-1].prefix.Overlaps(networks[i].prefix)
 	}
 	if !disjoint {
-		networks = nil // some networks overlap: check them one by one below, where the older node keeps an overlap
+		networks = nil // some networks overlap: check them one by one below; of two that overlap, the older node keeps its network
 	}
 	isNode := make(map[netip.Addr]bool, len(d.nodes))
 	byName := make(map[string]int, len(d.nodes))
@@ -251,9 +252,9 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 }
 
 // addRest refuses packets of peers to those addresses in the networks of our pods for which there
-// is no other route. Packets to addresses of nodes go through the overlay, where the destination
-// node's filter checks them. Such packets are replies to packets that the node sent or masqueraded,
-// or they are for mapped endpoints on the node.
+// is no other route. Packets to addresses of nodes go through the overlay, and the destination
+// node's filter checks them. They are replies to packets that the node has sent or masqueraded, or
+// packets for mapped endpoints on the node.
 func (d *nodeDecision) addRest(own []netip.Prefix) {
 	slices.SortFunc(own, netip.Prefix.Compare)
 	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
@@ -273,11 +274,11 @@ func (d *nodeDecision) addRest(own []netip.Prefix) {
 	}
 }
 
-// addRoutes sends packets for a mapped endpoint through the overlay if the main table of the
-// gateway's node routes them via another node. The endpoint's replies come through the overlay, and
-// strict reverse path filtering drops a packet if the route to its source uses another device.
-// Routes into networks of pods, peers or the overlay are ignored, because no mapped endpoint is
-// there.
+// The main table of the gateway's node may route packets for a mapped endpoint via another node.
+// addRoutes sends such packets through the overlay. Otherwise strict reverse path filtering would
+// drop the replies: they come through the overlay, but the route to their source would use another
+// device. Routes into networks of pods, peers or the overlay are ignored, because no mapped
+// endpoint is there.
 func (d *nodeDecision) addRoutes(routes []NodeRoute, own []netip.Prefix) {
 	if len(routes) == 0 {
 		return

@@ -7,10 +7,10 @@ import (
 	"slices"
 )
 
-// PodPlaces tracks the nodes and pods of a cluster for a gateway that is a Pod. Only pods outside
-// their node's podCIDRs matter to such a gateway, and PodPlaces lists these separately. The cost of
-// an update does not depend on the size of the cluster. The zero value is an empty cluster. It is
-// not safe for concurrent use.
+// PodPlaces tracks the nodes and pods of a cluster for a gateway that is a Pod. Such a gateway
+// needs only the pods outside their node's podCIDRs, and PodPlaces lists these pods separately. The
+// time for an update does not depend on the size of the cluster. The zero value is an empty
+// cluster. A PodPlaces is not safe for concurrent use.
 type PodPlaces struct {
 	Self string // name of the gateway's node; must not change after the first call
 
@@ -22,20 +22,20 @@ type PodPlaces struct {
 	outside map[string]map[string][]NodePod // the pods outside their node's podCIDRs
 	counts  map[string]tally                // by node
 	seen    int                             // number of known nodes with IPv4 pods
-	holding int                             // number of these nodes whose pods are all inside the podCIDRs
+	holding int                             // number of these nodes on which all pods are inside the node's podCIDRs
 
 	owners map[netip.Addr]Owner // see Owner; nil: the next call of Owner builds it
 }
 
-// An Owner is the pod that has an address or, if Pod is empty, the node that has it.
+// An Owner is the pod that has an address. If Pod is empty, it is the node that has the address.
 type Owner struct {
 	Pod  string // namespace/name
 	Node string // the pod's node, or the node itself
 }
 
-// Owner returns the pod or the node with an address, according to the API server. The result is for
-// display; do not base decisions on it. It is zero if no pod and no node has the address, or if
-// several have it. The first call builds an index, which SetPod keeps up to date.
+// Owner returns the pod or the node with an address, according to the API server. The result is
+// only for display; do not base decisions on it. It is zero if no pod or node has the address, or
+// if more than one has it. The first call builds an index, which SetPod keeps up to date.
 func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	if p.owners == nil {
 		p.owners = make(map[netip.Addr]Owner)
@@ -60,8 +60,8 @@ func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	return p.owners[addr]
 }
 
-// addOwner adds an address to the index. If the address has an owner already, it gets the zero
-// Owner.
+// addOwner adds an address to the index. If the address already has an owner, addOwner replaces it
+// by the zero Owner.
 func (p *PodPlaces) addOwner(addr netip.Addr, o Owner) {
 	if other, has := p.owners[addr]; has && other != o {
 		o = Owner{}
@@ -137,7 +137,7 @@ func (p *PodPlaces) SetRoutes(node string, all []NodeRoute) bool {
 }
 
 // updateSorted replaces, inserts or removes a node in p.sorted. It makes a new list, because
-// Network has returned the old one to callers.
+// callers of Network use the old one.
 func (p *PodPlaces) updateSorted(name string) {
 	if p.sorted == nil {
 		return
@@ -174,8 +174,8 @@ func (p *PodPlaces) replace(name string, f func()) {
 }
 
 // SetPod sets the addresses of a pod on a node; a deleted pod has none. id identifies the pod, such
-// as namespace/name. previous is the pod's previous node, or empty. SetPod reports whether the
-// result of Network may have changed.
+// as namespace/name. previous is the name of the pod's previous node, or empty. SetPod reports
+// whether the result of Network may have changed.
 func (p *PodPlaces) SetPod(id, previous, node string, pods []NodePod) bool {
 	trusted := p.trusted()
 	changed := false
@@ -259,13 +259,13 @@ func holds(c tally) int {
 	return 0
 }
 
-// trusted returns the result of podCIDRsHold without reading all pods.
+// trusted returns the same result as podCIDRsHold, but does not read all pods.
 func (p *PodPlaces) trusted() bool {
 	_, known := p.nodes[p.Self]
 	return known && holds(p.counts[p.Self]) == 1 && 2*p.holding >= p.seen
 }
 
-// Network returns the nodes and pods for a gateway whose Pod has the given address, in lists sorted
+// Network returns the PodNetwork of a gateway whose Pod has the given address. The lists are sorted
 // by content. Callers must not modify the lists.
 func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 	if p.sorted == nil {

@@ -7,12 +7,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A PodNetwork has the nodes and pods of the cluster, for a gateway that is a Pod and therefore
-// delivers packets through the overlay itself. The zero value is for a gateway with the host's
-// network.
+// A PodNetwork has the nodes and pods that a gateway needs if it is a Pod. Such a gateway delivers
+// packets through the overlay itself. The zero value is for a gateway with the host's network.
 type PodNetwork struct {
 	Pod   netip.Addr // address of the gateway's Pod, IPv4
-	Node  string     // name of its Node, through which it reaches endpoints outside of the cluster
+	Node  string     // name of the Pod's Node; packets for endpoints outside of the cluster go through this Node
 	Nodes []ClusterNode
 	Pods  []NodePod // the pods outside their node's podCIDRs
 	// Trusted is true if pods have addresses from their node's podCIDRs (see podCIDRsHold). A Pod
@@ -21,7 +20,7 @@ type PodNetwork struct {
 }
 
 // GatewayMAC returns the MAC address of the overlay device of a gateway that is a Pod. Nodes
-// compute it from a name that no Node can have.
+// compute it with OverlayMAC, from a name that no Node can have.
 func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.String()) }
 
 // GatewayPodFor computes the kernel state of a gateway that is a Pod: packets from the overlay go
@@ -30,17 +29,17 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 //	eth0 ═ VXLAN ═ isthmus.vxlan ─ table 4200 ─► isthmus0 (TUN)
 //	                     ◄──────── table 4201 ───────┘
 //
-// inUse and tunnels are as in GatewayHostFor. mtu is the MTU of the TUNs, and underlayMTU that of
-// the device with the Pod's address. The Pod forwards no other packets, and refuses packets that it
-// sends to a peer itself. The overlay finds nodes by their addresses in the underlay. Outer packets
-// are accepted only from nodes:
-//   - from their InternalIPs,
-//   - from the pod addresses that a node's agent reports as its own, because a CNI may masquerade
+// inUse and tunnels are as in GatewayHostFor. mtu is the MTU of the TUNs. underlayMTU is the MTU of
+// the device with the Pod's address. The Pod forwards no other packets, and refuses its own packets
+// to peers. The next hops of its routes through the overlay are the nodes' underlay addresses. The
+// Pod accepts outer packets only from these addresses of nodes:
+//   - their InternalIPs,
+//   - the pod addresses that a node's agent reports as its own, because a CNI may masquerade
 //     packets from a node to pods,
-//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which
+//   - and, if pods have addresses of podCIDRs, the first two addresses of each podCIDR, which
 //     no pod has.
 //
-// A PodDecider computes the same for successive PodNetworks, incrementally.
+// A PodDecider computes the same state incrementally, for successive PodNetworks.
 func GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	d := decidePod(peers, inUse, mtu, tunnels, underlayMTU, in)
 	return d.node, SortProblems(d.problems)
@@ -89,7 +88,7 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 		}
 		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv6/conf/" + name + "/addr_gen_mode", Value: "1"})
 	}
-	if tunnels > 1 { // without ports in the hash, all flows between two pods take the same tunnel
+	if tunnels > 1 { // if the hash did not include ports, all flows between two pods would take the same tunnel
 		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv4/fib_multipath_hash_policy", Value: "1", Optional: true})
 	}
 
@@ -116,11 +115,11 @@ func (d *nodeDecision) finishRoutes() {
 	s := &d.node
 	for i := range s.Routes {
 		r := &s.Routes[i]
-		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // refuse instead: the next table would send the packet to eth0
+		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // refuse the packet instead: the next table would send it to eth0
 			r.Type, r.Metric = kernel.Unreachable, kernel.UnreachableMetric
 		}
 	}
-	s.Routes = firstOfEach(s.Routes) // routes conflict if a node and a pod have the same address
+	s.Routes = firstOfEach(s.Routes) // two routes conflict if a node and a pod have the same address
 }
 
 // sortedIPv4 returns the IPv4 addresses of the list all, sorted and without duplicates. It works in
@@ -131,7 +130,8 @@ func sortedIPv4(all []netip.Addr) []netip.Addr {
 	return slices.Compact(all)
 }
 
-// firstOfEach removes routes that conflict with an earlier one. There may be many routes.
+// firstOfEach removes each route that conflicts with an earlier one. It is fast, because there may
+// be many routes.
 func firstOfEach(routes []kernel.Route) []kernel.Route {
 	type key struct {
 		addr          [16]byte
@@ -147,9 +147,9 @@ func firstOfEach(routes []kernel.Route) []kernel.Route {
 	})
 }
 
-// dropPodAddrs drops addresses of nodes that belong to pods: the address of our own Pod and, if
-// Trusted, addresses inside another node's podCIDRs. Otherwise write access to the status of one
-// Node could divert packets for another Node's pods.
+// dropPodAddrs removes the addresses of nodes that belong to pods: the address of our own Pod and,
+// if Trusted is true, addresses inside another node's podCIDRs. Otherwise somebody with write
+// access to the status of one Node could divert packets for another Node's pods.
 func (d *nodeDecision) dropPodAddrs(own netip.Addr) {
 	var pods prefixIndex // by node
 	for i, n := range d.nodes {
@@ -210,8 +210,9 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	}
 }
 
-// outerSources returns the source addresses of nodes' outer packets. It ignores an address that a
-// node's agent reports if the address is known to belong to a pod, another node or a peer.
+// outerSources returns the source addresses of nodes' outer packets. A node's agent reports some of
+// them. If such an address is known to belong to a pod, another node or a peer, outerSources
+// ignores it.
 func (d *nodeDecision) outerSources(in PodNetwork) (all []netip.Addr) {
 	pods := make(map[netip.Addr]bool, len(in.Pods))
 	for _, p := range in.Pods {

@@ -9,10 +9,10 @@ import (
 )
 
 // A PodDecider computes the state of a gateway that is a Pod for successive PodNetworks. If only a
-// node joined, left or changed, independently of other nodes, it adds and removes only that node's
-// objects. Any other change requires a complete computation, which takes a hundred times as long
-// with thousands of nodes. The zero value is ready. Only one goroutine may use it, and callers must
-// not modify the result.
+// few nodes joined, left or changed, and they are independent of other nodes, it adds and removes
+// only the objects of these nodes. Any other change requires a complete computation. With thousands
+// of nodes, this takes a hundred times as long. The zero value is ready. Only one goroutine may use
+// it, and callers must not modify the result.
 type PodDecider struct {
 	made     bool
 	peers    []*GatewayPeer
@@ -23,7 +23,7 @@ type PodDecider struct {
 	problems []Problem
 
 	sources []netip.Addr // in the filter, sorted
-	used    prefixSet    // addresses and networks of nodes, pods and peers
+	used    prefixSet    // all addresses and networks of nodes, pods and peers
 	own     []netip.Prefix
 }
 
@@ -52,8 +52,8 @@ func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, inUse map[string]Tunnel
 	return m.state, m.problems
 }
 
-// samePeers reports whether all values of peers on which GatewayPodFor depends are the same.
-// Endpoints and keys are not among them.
+// samePeers reports whether the peers are unchanged, apart from values on which GatewayPodFor does
+// not depend, such as endpoints and keys.
 func (m *PodDecider) samePeers(peers []*GatewayPeer, inUse map[string]TunnelSet) bool {
 	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b *GatewayPeer) bool {
 		return a == b || a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
@@ -154,8 +154,8 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// independent reports whether the objects of a node can be added or removed without a change of
-// other objects. This requires that the node shares no address or network with another node, a pod
+// independent reports whether the objects of a node can be added or removed while all other objects
+// stay the same. This requires that the node shares no address or network with another node, a pod
 // or a peer, and that the state does not depend on the node's pods and routes. m.used must not
 // contain the node.
 func (m *PodDecider) independent(n ClusterNode) bool {
@@ -176,7 +176,7 @@ func (m *PodDecider) routed(n ClusterNode) bool {
 	})
 }
 
-// A podChange collects the additions of independent nodes to the state, and their removals.
+// A podChange collects the objects that independent nodes add to the state, and those to remove.
 type podChange struct {
 	fdb       listChange[kernel.FDBEntry]
 	neighbors listChange[kernel.Neighbor]
@@ -194,7 +194,7 @@ func (c *podChange) add(n ClusterNode, trusted, added bool) {
 	d.finishRoutes()
 	for _, p := range d.problems {
 		switch {
-		case p.Origin.Name != n.Name: // ignore problems about the gateway's own node, which is not n
+		case p.Origin.Name != n.Name: // a problem about the gateway's own node is not about n
 		case added:
 			c.problems = append(c.problems, p)
 		default:

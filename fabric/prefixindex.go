@@ -5,8 +5,9 @@ import (
 	"slices"
 )
 
-// A prefixIndex finds the networks that contain an address with one map lookup per prefix length in
-// use. Each network has a number that the caller chooses, such as the index of its owner.
+// A prefixIndex finds the networks that contain an address. This takes one map lookup for each
+// prefix length in use. Each network has a number that the caller chooses, such as the index of its
+// owner.
 type prefixIndex struct {
 	lengths [2][]int // prefix lengths in use, of IPv4 and IPv6, ascending
 	in      map[netip.Prefix][]int
@@ -36,8 +37,8 @@ func (x *prefixIndex) add(p netip.Prefix, number int) {
 	x.in[p] = append(x.in[p], number)
 }
 
-// find returns the number of the widest network that contains addr and for whose number accept
-// returns true, or -1. If accept is nil, every number counts.
+// find returns the number of the widest network that contains addr, or -1. If accept is not nil,
+// find considers only numbers for which accept returns true.
 func (x *prefixIndex) find(addr netip.Addr, accept func(number int) bool) int {
 	if !addr.IsValid() {
 		return -1

@@ -20,8 +20,8 @@ const MaxTunnels = 16
 // its own key and UDP port, and therefore its own sessions, goroutines and socket at both ends, so
 // that several cores share the work.
 //
-// Liqo knows only tunnel 0. Tunnel i of one side connects to tunnel i of the other, so the side
-// with fewer tunnels determines their number.
+// Liqo has only tunnel 0. Tunnel i of one side connects to tunnel i of the other side, so the side
+// with fewer tunnels determines how many are used.
 type TunnelEnd struct {
 	PublicKey [32]byte // WireGuard, never all zero
 	Port      uint16   // UDP, never 0
@@ -29,14 +29,14 @@ type TunnelEnd struct {
 
 // TunnelKey returns the WireGuard private key of tunnel i of a gateway. private is the gateway's
 // key and the key of tunnel 0. The other keys are derived from it (HKDF with SHA-256, RFC 5869), so
-// that only one secret has to be kept, shared between replicas and replaced.
+// that only one secret must be stored, shared between replicas and rotated.
 func TunnelKey(private [32]byte, i int) [32]byte {
 	if i == 0 {
 		return private
 	}
 	b, err := hkdf.Key(sha256.New, private[:], nil, fmt.Sprintf("isthmus tunnel %d", i), len(private))
 	if err != nil {
-		panic(err) // impossible: only for keys longer than 255 hashes
+		panic(err) // impossible: fails only for keys longer than 255 hashes
 	}
 	key := [32]byte(b)
 	key[0] &= 248 // RFC 7748, section 5
@@ -52,7 +52,7 @@ func PublicKeys(private [32]byte, n int) [][32]byte {
 		key := TunnelKey(private, i)
 		k, err := ecdh.X25519().NewPrivateKey(key[:])
 		if err != nil {
-			panic(err) // impossible: only for keys of another length
+			panic(err) // impossible: fails only for keys of another length
 		}
 		keys[i] = [32]byte(k.PublicKey().Bytes())
 	}
@@ -60,7 +60,7 @@ func PublicKeys(private [32]byte, n int) [][32]byte {
 }
 
 // FormatTunnels formats the additional tunnels of a gateway for the key v1alpha1.ConfigTunnels. It
-// returns "" if there are none; the key is then absent.
+// returns "" if there are none; the caller then omits the key.
 func FormatTunnels(further []TunnelEnd) string {
 	entries := make([]string, len(further))
 	for i, t := range further {
@@ -70,8 +70,8 @@ func FormatTunnels(further []TunnelEnd) string {
 }
 
 // ParseTunnels accepts exactly the output of FormatTunnels, so that each list has only one
-// spelling. It does not look for conflicts between tunnels, because it does not know tunnel 0. The
-// error names the invalid tunnel.
+// spelling. It does not look for conflicts between tunnels, because the list omits tunnel 0;
+// report.tunnels does. The error names the invalid tunnel.
 func ParseTunnels(s string) ([]TunnelEnd, error) {
 	const want = "want PORT:PUBLICKEY, separated by commas"
 	if s == "" {
@@ -116,8 +116,9 @@ func allTunnels(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
 	return append([]TunnelEnd{{key, port}}, further...)
 }
 
-// tunnels checks the additional tunnels of a gateway. Each must differ from all other tunnels,
-// including tunnel 0, in key and port, because it needs its own sessions and its own socket.
+// tunnels checks the additional tunnels of a gateway. The key and the port of a tunnel must differ
+// from those of all other tunnels, including tunnel 0, because each tunnel needs its own sessions
+// and its own socket.
 func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEnd) {
 	if len(further) >= MaxTunnels {
 		r.addAt(at, "%v", tooManyTunnels(len(further)))

@@ -7,7 +7,7 @@ import (
 
 // addr is an address in two words: an IPv6 address, or an IPv4 address in its mapped form
 // (::ffff:0:0/96). No rule accepts an IPv4-mapped IPv6 address, so the two families cannot be
-// confused. Only the IPv4 fast path represents addresses otherwise, as uint32.
+// confused. Only the IPv4 fast path uses another form, uint32.
 type addr struct{ hi, lo uint64 }
 
 const mapped4 = 0xffff << 32
@@ -58,12 +58,12 @@ func (p prefix) move(a addr) addr {
 	return addr{p.net.hi | a.hi&^p.mask.hi, p.net.lo | a.lo&^p.mask.lo}
 }
 
-// martian reports whether a must not be the source of a packet in the fabric (RFC 1812, section
-// 5.3.7, RFC 6890). These are unspecified, loopback, multicast and limited broadcast addresses,
-// IPv6 link-local addresses and IPv4 addresses written as IPv6. 240.0.0.0/4 is allowed, because
-// nodes have overlay addresses in 240.0.0.0/8 (docs/liqo-v0.md, section 10). 169.254.0.0/16 is
-// allowed too: it is the network between the node and the gateway namespace (docs/liqo-v0.md,
-// section 2.2).
+// martian reports whether the address a is forbidden as the source of a packet in the fabric (RFC
+// 1812, section 5.3.7, RFC 6890). Forbidden are unspecified, loopback, multicast and limited
+// broadcast addresses, IPv6 link-local addresses and IPv4 addresses written as IPv6. 240.0.0.0/4 is
+// allowed, because nodes have overlay addresses in 240.0.0.0/8 (docs/liqo-v0.md, section 10).
+// 169.254.0.0/16 is allowed too: it is the network between the node and the gateway namespace
+// (docs/liqo-v0.md, section 2.2).
 func martian(a addr, is4 bool) bool {
 	if is4 {
 		b := uint32(a.lo)
@@ -78,11 +78,11 @@ func martian(a addr, is4 bool) bool {
 	return false
 }
 
-// unreachable reports whether no packet of a peer may be sent to a. Such an address is a martian,
-// or belongs to a cloud's metadata service, which hands out the credentials of the machine.
-// Metadata services use IPv4 link-local addresses, and over IPv6 fd00:ec2::/32 at Amazon and
-// fd20:ce::254 at Google (2026-11). The in-process endpoint may have such an address (169.254.0.1
-// in Liqo), so the caller must exempt it.
+// unreachable reports whether the address a is forbidden as the destination of a peer's packets.
+// Forbidden are martians, and the addresses of clouds' metadata services, which hand out the
+// credentials of the machine. Metadata services use IPv4 link-local addresses, and over IPv6
+// fd00:ec2::/32 at Amazon and fd20:ce::254 at Google (2026-11). The in-process endpoint may have a
+// forbidden address (169.254.0.1 in Liqo), so the caller must exempt it.
 func unreachable(a addr, is4 bool) bool {
 	if martian(a, is4) {
 		return true
@@ -93,8 +93,8 @@ func unreachable(a addr, is4 bool) bool {
 	return a.hi>>32 == 0xfd000ec2 || a == addr{0xfd2000ce << 32, 0x254}
 }
 
-// specials are the networks that martian and unreachable report. If a prefix of a rule overlaps one
-// of them, compile marks the rule as guarded.
+// specials are the networks whose addresses martian or unreachable forbids. If a prefix of a rule
+// overlaps one of them, compile marks the rule as guarded.
 var specials = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
 	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),

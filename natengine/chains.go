@@ -13,7 +13,7 @@ const poolChunk = 64
 
 func (p *pool[T]) at(number uint32) *T { return &p.chunks[(number-1)/poolChunk][(number-1)%poolChunk] }
 
-// add returns a number that was never used before, for a new value.
+// add appends a zero value to the pool, and returns the value's number.
 func (p *pool[T]) add() uint32 {
 	if p.used%poolChunk == 0 {
 		p.chunks = append(p.chunks, new([poolChunk]T))
@@ -26,8 +26,8 @@ func (p *pool[T]) bytes() int {
 	return len(p.chunks)*int(unsafe.Sizeof([poolChunk]T{})) + cap(p.chunks)*8
 }
 
-// chains is a hash table of value numbers, with chaining. Like the index of flows it has
-// sixteen parts, which grow one at a time.
+// chains is a hash table of the numbers of values, with chaining. It has sixteen parts, which grow
+// one at a time, as the shards of index do.
 type chains struct {
 	parts [1 << (64 - shardShift)]struct {
 		heads []uint32
@@ -35,8 +35,8 @@ type chains struct {
 	}
 }
 
-// chained holds the values whose numbers a chains table contains. It computes the hash of a value
-// and stores the link from a value to the next one in its chain.
+// chained holds the values whose numbers are in a chains table. It computes the hash of a value. It
+// also stores, for each value, the number of the next value in the same chain.
 type chained interface {
 	hash(number uint32) uint64
 	next(number uint32) *uint32 // the next number in the chain
@@ -51,7 +51,7 @@ func (c *chains) firstNumber(h uint64) uint32 {
 	return heads[h&uint64(len(heads)-1)]
 }
 
-// insert adds a number, whose hash is h.
+// insert adds the number of a value whose hash is h.
 func (c *chains) insert(owner chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	if p.live++; p.live > 2*len(p.heads) {

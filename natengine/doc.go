@@ -13,10 +13,10 @@
 // The notation is that of Liqo's fabric: Pa@B are A's pods as B sees them, natIP is the network
 // address of Pa@B, and x@B is an address of A's ExternalCIDR as B sees it. The engine rewrites only
 // addresses of our own side: the source of outbound packets and the destination of inbound ones.
-// All lookups are by peer and direction. Two peers may see us under the same range, and a peer and
-// we may see each other under the same range. So a packet in the tunnel may have the same address
-// as source and as destination. Therefore no rule may treat source and destination as an unordered
-// pair, and the engine has no check against LAND attacks.
+// All lookups are by peer and direction. Two peers may use the same network for our pods. A peer
+// may also use for our pods the network that we use for its pods, so a packet in the tunnel may
+// have the same address as source and as destination. Therefore no rule may treat source and
+// destination as an unordered pair, and the engine has no check against LAND attacks.
 //
 // # The path of a packet
 //
@@ -25,10 +25,10 @@
 // path, which handles ICMP errors (by the packet they quote), flows, mapped endpoints and NAPT. The
 // engine drops a packet that no rule permits, and counts it under a reason of verdict.go. A peer
 // reaches only our pods and mapped endpoints. A packet that is dropped is not changed. The
-// in-process endpoint is the gateway itself as a host in the tunnel (Config.Self4, Self6). The
-// engine ignores the TTL, DSCP, ECN, IP options and the IP identification. The kernels on either
-// side of the gateway decrement the TTL. The caller checks the size of packets and, if a packet
-// exceeds the peer's MTU, calls TooBig for the ICMP error.
+// in-process endpoint is the gateway itself, as a host that peers reach through the tunnel
+// (Config.Self4, Self6). The engine ignores the TTL, DSCP, ECN, IP options and the IP
+// identification. The kernels on either side of the gateway decrement the TTL. The caller checks
+// the size of packets and, if a packet exceeds the peer's MTU, calls TooBig for the ICMP error.
 //
 // Rules are an immutable table behind an atomic pointer. Each peer has a table of flows, which
 // survives a change of rules. A lookup takes no lock; a new flow takes the mutex of its peer.
@@ -59,28 +59,30 @@
 // and each host has a queue of its half-open flows, oldest first, so an eviction takes constant
 // time. When a connection closes, the next Sweep puts its flow back into these queues.
 //
-// Each peer has its own flow table, fragment stores and share. So a flood from or to one peer
-// cannot displace or block the flows of another. If MaxFlowsPerPeer times the number of peers
-// exceeds MaxFlows, a peer may use free flows beyond its share. When all flows are in use, a peer
-// below its equal share evicts a half-open flow of a peer above its share. Any other peer evicts
-// one of its own half-open flows. Established flows are not evicted, so a peer may stay above its
-// share. The other peers together can still have at least MaxFlows - MaxFlowsPerPeer flows.
+// Each peer has its own flow table, its own fragment stores and an equal share of MaxFlows. So a
+// flood from or to one peer cannot displace or block the flows of another. If MaxFlowsPerPeer times
+// the number of peers exceeds MaxFlows, a peer may exceed its share while the other peers leave
+// flows unused. When all flows are in use, a peer below its equal share evicts a half-open flow of
+// a peer above its share. Any other peer evicts one of its own half-open flows. Established flows
+// are not evicted, so a peer that has exceeded its share may stay above it. The other peers
+// together can always have at least MaxFlows - MaxFlowsPerPeer flows.
 //
 // The host of a flow is the one that opens it: our host for a NAPT flow, the peer's for a flow to a
 // mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each
 // IPv6 address counts as a host; a sender with many addresses is limited by the bound of its peer.
-// A mapping needs a flow, so the quota of a host also limits its ports at the NAPT address, by
-// default to a quarter (RFC 6888, REQ-4). When all ports of a protocol are in use, a new mapping
-// takes the port of the oldest half-open flow. Without a half-open flow, the new mapping fails.
-// Flows of forged sources stay half-open, so they cannot use up the ports.
+// A mapping needs a flow, so the quota of a host also limits its ports at the NAPT address (RFC
+// 6888, REQ-4). By default, a host gets at most a quarter of the ports. When all ports of a
+// protocol are in use, a new mapping takes the port of the oldest half-open flow. Without a
+// half-open flow, the new mapping fails. Flows of forged sources stay half-open, so they cannot use
+// up the ports.
 //
 // The timeouts are 300 s for UDP, 7,440 s for established and 240 s for other TCP connections, 60 s
 // for ICMP, and 300 s for other protocols. Packets of either direction refresh a flow; RSTs and
 // ICMP errors do not. Timeouts below the minimum of the RFCs are accepted, because operators
-// control both ends of a tunnel; Config.Warnings lists them. A UDP flow without an answer has the
-// same timeout as an answered one. No RFC requires a shorter timeout, and the engine can evict the
-// flow because it is half-open. An unsolicited SYN to the NAPT address is dropped without an
-// answer, so that a simultaneous open can succeed (RFC 5382, REQ-4).
+// control both ends of a tunnel; Config.Warnings lists them. A UDP flow has the same timeout with
+// and without an answer. No RFC requires a shorter timeout for a flow without an answer, and the
+// engine can evict this flow, because it is half-open. An unsolicited SYN to the NAPT address is
+// dropped without an answer, so that a simultaneous open can succeed (RFC 5382, REQ-4).
 //
 // # Ports
 //
@@ -92,14 +94,16 @@
 // # Memory
 //
 // A flow takes one cache line of 64 octets, 28 octets that only writers use, and two index slots of
-// 8 octets at a load of 42 to 75 %. A NAPT mapping, which all flows of an inside port share, takes
-// 16 octets, and so does a host. Both need 2 to 4 more for hash chains. With 1,048,576 flows of
-// either family, the heap per flow is as follows (BenchmarkFlowMemory, 2026-11):
+// 8 octets. Of all slots, 42 to 75 % are in use. A NAPT mapping, which all flows of an inside port
+// share, takes 16 octets, and so does a host. Each mapping and each host takes 2 to 4 octets more
+// for hash chains. With 1,048,576 flows of either family, the heap per flow is as follows
+// (BenchmarkFlowMemory, 2026-11):
 //
 //	117 octets   few hosts and ports
 //	136 octets   each flow has its own inside port, or comes from its own pod of the peer to a mapped endpoint
 //	155 octets   each flow has its own inside host and port
 //
 // Tables grow as needed, a shard or chunk at a time, from 24 KiB for a peer with one or two flows.
-// They are freed with their peer. The rule table takes 128 KiB and a few hundred octets per peer.
+// The tables of a peer are freed when the peer is removed. The rule table takes 128 KiB and a few
+// hundred octets per peer.
 package natengine

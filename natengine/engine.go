@@ -14,7 +14,7 @@ import (
 // fields.
 type Config struct {
 	Self4, Self6       netip.Addr // addresses of the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // source addresses of ICMP errors of the gateway's kernel, instead of which peers see the mapped Self4 and Self6; default none
+	Router4, Router6   netip.Addr // source addresses that the gateway's kernel gives its ICMP errors; the engine replaces them by the mapped Self4 and Self6; default none
 	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -124,10 +124,10 @@ type Engine struct {
 	rules     atomic.Pointer[ruleTable]
 	config    Config
 	lifetimes lifetimes
-	self      [2]addr // the in-process endpoint by family; zero for none
-	router    [2]addr // the gateway's kernel by family; zero for none
+	self      [2]addr // address of the in-process endpoint by family; zero for none
+	router    [2]addr // Router4 and Router6; zero for none
 	seed      maphash.Seed
-	total     atomic.Int64  // flows of all peers, including those that are being opened
+	total     atomic.Int64  // flows of all peers, including flows that are being opened
 	share     atomic.Int64  // each peer's equal share of MaxFlows
 	yielded   atomic.Uint32 // index of the peer whose flow was last evicted in favour of another peer
 	swept     atomic.Uint32
@@ -218,7 +218,7 @@ func (e *Engine) Change(changed []Peer, removed []string) error {
 	return nil
 }
 
-// state returns a function that returns the PeerState of an ID. For a new ID, that function makes a
+// state returns a function that finds the PeerState of an ID. For a new ID, the function makes a
 // PeerState and adds it to fresh.
 func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	return func(id string) *PeerState {
@@ -232,8 +232,8 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	}
 }
 
-// publish puts table into force and ends the peers in removed. rules are the rules that are not in
-// the old table, and fresh are the peers that are not in it.
+// publish puts table into force, and deletes the PeerStates of the IDs in removed. rules has the
+// rules that are new in table. fresh has the PeerStates of new peers.
 func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, removed []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
@@ -249,8 +249,8 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, re
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
 	// Every PeerState gets its new rule before the table is published. So a packet that still uses
-	// the old table cannot open a flow that the new table forbids. Existing flows end last, because
-	// ending many flows takes long.
+	// the old table cannot open a flow that the new table forbids. The flows that the new rules
+	// forbid end last, because ending many flows takes long.
 	var differ []*PeerState
 	for _, id := range removed {
 		if p := e.peers[id]; p != nil {
@@ -273,8 +273,8 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, re
 	}
 }
 
-// setRule makes r the rule for new flows; a nil r permits none. It reports whether there may
-// be flows that r does not permit.
+// setRule makes r the rule for new flows; if r is nil, no flow is permitted. setRule returns true
+// if existing flows may violate r.
 func (p *PeerState) setRule(r *rule) (differs bool) {
 	t := &p.flows
 	t.mu.Lock()
@@ -309,8 +309,8 @@ func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
 // SweepInSteps is Sweep in steps of about 50 microseconds. After each step it calls pause, without
-// holding a lock. If pause sleeps, packets on the same processor pass in the meantime. Otherwise
-// they might wait until a million flows are examined.
+// holding a lock. If pause sleeps, the processor can handle packets in the meantime. Otherwise
+// packets might wait until a million flows have been examined.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

@@ -11,7 +11,7 @@ import (
 // changed. now comes from a monotonic clock, read once per batch.
 //
 // This function handles the common case, a pod that is mapped 1:1 over IPv4; outbound6 does the
-// same for IPv6. All other packets go to outbound, which handles every packet, but slower.
+// same for IPv6. All other packets go to outbound, which is slower and handles every packet.
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
@@ -38,17 +38,17 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	return e.outbound(v, r, tickOf(now), nil)
 }
 
-// Inbound decides about a packet from the tunnel. If it forwards the packet, it translates the
-// destination in place from the address that the peer uses to the local address. Inbound does
-// not check which peer's key decrypted the packet; InboundFrom does.
+// Inbound decides about a packet from the tunnel. If it forwards the packet, it replaces the
+// destination in place: the peer's address for our host becomes the host's local address. Inbound
+// does not check which peer's key decrypted the packet; InboundFrom does.
 func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	return e.InboundFrom(nil, v, now)
 }
 
-// InboundFrom is Inbound for a packet that was decrypted with the key of peer p. If the source is
-// not an address of p, it drops the packet as DropSource. Source and destination are looked up in
-// the same rule table. So even while a change moves a range from one peer to another, each packet
-// is handled by either the old or the new rules.
+// InboundFrom is Inbound for a packet that was decrypted with the key of peer p. InboundFrom drops
+// the packet as DropSource if the source is not an address of p. Source and destination are looked
+// up in the same rule table. So even while a change moves a range from one peer to another, each
+// packet is handled by either the old or the new rules.
 //
 // A fragment is held until its datagram is complete. Then v becomes the datagram, in memory
 // that the caller owns, and is forwarded. An IPv6 datagram larger than 1,280 octets leaves in

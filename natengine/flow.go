@@ -28,8 +28,8 @@ func duration(ticks int32) time.Duration { return time.Duration(ticks) << tickSh
 type flowKind uint8
 
 const (
-	naptFlow     flowKind = iota // opened outbound by a host that is not a pod, behind the NAPT address
-	endpointFlow                 // opened by a remote pod to a mapped endpoint; replies leave as Endpoint.Seen
+	naptFlow     flowKind = iota // opened outbound by a host that is not a pod; its packets leave with the NAPT address as source
+	endpointFlow                 // opened by a remote pod to a mapped endpoint; replies leave with Endpoint.Seen as source
 )
 
 // A flow has three addresses and therefore two tuples:
@@ -41,8 +41,8 @@ const (
 // that address. So the code is the same for both directions.
 //
 // An entry is one cache line. Readers take no lock. Writers hold the table's mutex and make seq odd
-// while they write. There is one exception: each packet of the flow may update the state bits in
-// word, and the field seen, without the mutex.
+// while they write. Two values change without the mutex: each packet of the flow may update the
+// state bits in word, and the field seen.
 type entry struct {
 	near   [directions][2]atomic.Uint64 // local address, mapped address
 	remote [2]atomic.Uint64
@@ -51,9 +51,9 @@ type entry struct {
 	seen   atomic.Uint32 // tick of the last packet that refreshed the flow
 }
 
-// The word of an entry contains, from the top: local port, mapped port, remote port, protocol,
-// state; 16, 16, 16, 8 and 8 bits. For an ICMP query, our ports are its identifier and the
-// remote port is queryPort. For other protocols the ports are 0.
+// The word of an entry contains, from the highest bit: local port (16 bits), mapped port (16),
+// remote port (16), protocol (8), state (8). For an ICMP query, our ports are its identifier and
+// the remote port is queryPort. For other protocols the ports are 0.
 const (
 	protoShift  = 8
 	remoteShift = 16
@@ -92,9 +92,9 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 	return uint64(nearPort)<<nearShift[dir] | uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift
 }
 
-// query returns, for an ICMP query of type kind, the type of the request, and whether kind itself
-// is that request. Queries are the requests and replies of echo and, in IPv4, of timestamp,
-// information and address mask. For any other message the result has no meaning.
+// kind is the type of an ICMP query. query returns the type of the query's request, and whether
+// kind is the type of a request. Queries are the requests and replies of echo and, in IPv4, of
+// timestamp, information and address mask. For any other type the result has no meaning.
 func query(kind uint8) (request uint8, isRequest bool) {
 	switch kind {
 	case 0: // echo reply
@@ -137,7 +137,7 @@ func newHashKeys() (keys hashKeys) {
 func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
 	near := mix(nearHi^keys[0], nearLo^keys[1])
 	remote := mix(remoteHi^keys[2], remoteLo^keys[3])
-	ports := mix(word^keys[4], keys[5]) // sequential ports need two rounds; this one runs in parallel to the others
+	ports := mix(word^keys[4], keys[5]) // sequential ports need two rounds of mixing; this one runs in parallel to the others
 	return mix(near^ports, remote)
 }
 
@@ -155,7 +155,7 @@ type match struct {
 	*entry
 	index uint32
 	word  uint64
-	other addr // the address to write: mapped outbound, local inbound
+	other addr // the address to write: the mapped one outbound, the local one inbound
 }
 
 func (m *match) kind() flowKind { return kindOf(m.word) }

@@ -35,8 +35,8 @@ func (f FlowEnd) String() string { return [...]string{"expired", "evicted", "pur
 
 // FlowEvent reports a flow that was opened, closed or refused.
 //
-// Pods that are mapped 1:1 have no flows. Of their traffic only the SYNs of TCP connections
-// are reported, as FlowOpened with Kind "pod".
+// Pods that are mapped 1:1 have no flows. For these pods, the engine reports only the SYNs of TCP
+// connections, as FlowOpened with Kind "pod".
 type FlowEvent struct {
 	Change    FlowChange
 	Direction Direction  // of the packet that opened the flow or was refused; unused for FlowClosed
@@ -63,10 +63,10 @@ type observer struct {
 	others atomic.Uint64 // number of events that belong to no flow of the table
 }
 
-// From now on, the engine calls f with the events of one of every n flows. A nil f ends the calls.
-// If the engine has reported the opening of a flow, it also reports the closing. f is called on the
-// packet path with locks held, so it must neither block nor call the engine. A packet of a known
-// flow, or of a pod that is mapped 1:1, costs no more than without an observer.
+// Observe makes the engine call f with the events of one in n flows, from now on. A nil f ends the
+// calls. If the engine has reported the opening of a flow, it also reports the closing. f is called
+// on the packet path with locks held, so it must neither block nor call the engine. A packet of a
+// known flow, or of a pod that is mapped 1:1, costs no more than without an observer.
 func (e *Engine) Observe(f func(FlowEvent), n int) {
 	if f == nil {
 		e.events.observer.Store(nil)
@@ -108,7 +108,7 @@ func (t *flowTable) report(i uint32, change FlowChange, dir Direction, end FlowE
 	o.f(ev)
 }
 
-// refused reports a discarded packet to the observer. v must not be translated.
+// refused reports a discarded packet to the observer. v must not have been translated.
 func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o := e.events.observer.Load()
 	if o == nil || !o.sampled() {
@@ -123,8 +123,8 @@ func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 }
 
 // connects clamps the MSS of a SYN from or to a pod and reports the connection to the observer. The
-// SYN was translated 1:1, without a flow; near is our end before that translation. If the peer has
-// no MSS bound, the fast path does not look for SYNs, so no connection is reported.
+// SYN has been translated 1:1, without a flow. near is our end before the translation. If the peer
+// has no MSS bound, the fast path does not look for SYNs, so no connection is reported.
 func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
 	v.ClampMSS(mssFor(r.mss, v.Is4()))
 	o := e.events.observer.Load()

@@ -27,7 +27,7 @@ type filling struct {
 }
 
 // slots is an array of (low 32 bits of the hash) << 32 | (index of the entry + 1). A search ends at
-// an empty slot, 0, but continues after a tombstone. A flow never moves to another slot of the
+// an empty slot, 0, but continues after a tombstone. A flow never moves to another slot of the same
 // array, so a search without the lock cannot miss the flow. All accesses are atomic, with two
 // exceptions: reads by the holder of mu, and accesses to an array that is not yet published. A
 // plain store takes a tenth of the time of an atomic one, and most stores are copies into arrays
@@ -37,7 +37,7 @@ type slots struct{ list []uint64 }
 const tombstone = 1 << 32
 
 // A tag is the low 32 bits of a hash. home returns the slot at which the search for a tag begins.
-// nextSlot returns the slot after a slot. Higher tags have higher slots, so an array can be copied
+// nextSlot returns the slot that follows. A higher tag has a higher home, so an array can be copied
 // into a larger one sequentially.
 func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
 
@@ -73,9 +73,9 @@ func (x *index) insert(h uint64, i uint32) {
 	}
 }
 
-// room returns the slots of a shard, with room for one more entry and at most three quarters
-// filled. If necessary, it copies them into a new array. The new array is larger, unless it has
-// enough room without the tombstones. Sizes are 2^n and 3*2^n.
+// room returns the slots of a shard, and makes sure that at most three quarters are filled after
+// one more entry. If necessary, it copies the slots into a new array. The new array is larger,
+// unless leaving out the tombstones makes enough room. Sizes are 2^n and 3*2^n.
 func (x *index) room(shard uint64) *slots {
 	old, fill := x.slots[shard].Load(), &x.filling[shard]
 	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {

@@ -3,7 +3,7 @@ package natengine
 import "github.com/isthmus-net/isthmus/packet"
 
 // State bits of a flow. A packet sets stateSeenOut or stateSeenIn, by its direction. A TCP segment
-// does so only if it has an ACK, so both bits mean an established connection.
+// sets a bit only if it has an ACK. So if both bits are set, the connection is established.
 const (
 	stateLive     = 1 << iota // the entry is in use
 	stateEndpoint             // the kind is endpointFlow, otherwise naptFlow
@@ -21,8 +21,9 @@ const (
 
 // halfOpen reports whether a flow is not, or no longer, established. A half-open flow may be
 // evicted. A TCP connection with one FIN is still in use, so it counts as established. A RST may be
-// an off-path forgery, so its connection is not removed: it becomes half-open, and the next segment
-// without RST makes it established again (RFC 6146, section 3.5.2.2; RFC 7857, section 2).
+// an off-path forgery, so it does not remove the connection. The connection becomes half-open, and
+// the next segment without RST makes it established again (RFC 6146, section 3.5.2.2; RFC 7857,
+// section 2).
 func halfOpen(word uint64) bool {
 	if word&stateSeen != stateSeen {
 		return true
@@ -75,10 +76,11 @@ func (l *lifetimes) of(word uint64) int32 {
 
 // touch updates a flow's state and the time of its last packet. Packets of both directions refresh
 // the flow. RFC 4787, REQ-6 requires that outbound packets refresh a flow, and allows it for
-// inbound packets. For inbound packets it is safe, because only those of an authenticated peer
-// match the tuple. Linux conntrack, which Liqo's gateways use, also refreshes a flow by packets of
-// both directions. A RST does not refresh a flow (RFC 7857, section 2), with one exception: a RST
-// in an established connection starts the transitory timeout (RFC 6146, section 3.5.2.2).
+// inbound packets. Inbound packets may safely refresh a flow, because only packets of an
+// authenticated peer match the tuple. Linux conntrack, which Liqo's gateways use, also lets packets
+// of both directions refresh a flow. A RST does not refresh a flow (RFC 7857, section 2), with one
+// exception: a RST in an established connection starts the transitory timeout (RFC 6146, section
+// 3.5.2.2).
 func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)

@@ -26,7 +26,7 @@ type flowTable struct {
 	free    uint32               // head of the list of entries that were used before, as index + 1; linked by side.links
 	waiting [waitingQueues]queue // half-open flows of the peer
 	entered uint32               // number of flows that have entered a queue; wraps
-	hosts   [2]hostTable         // by flowKind: our hosts with NAPT flows, the peer's with endpoint flows
+	hosts   [2]hostTable         // by flowKind: our hosts with NAPT flows, the peer's hosts with endpoint flows
 	napt    napt
 
 	created, expired, evicted, purged atomic.Uint64
@@ -39,8 +39,8 @@ const (
 )
 
 // chunk holds 256 entries. The fields that only writers need are in separate arrays, so that a hit
-// touches one cache line. A chunk takes 23 KiB, which is affordable for a thousand peers with one
-// or two flows each. With chunks that grow, every hit took 1 to 2 ns longer.
+// touches one cache line. A chunk takes 23 KiB, which is affordable even for a thousand peers with
+// one or two flows each. When chunks could grow, every hit took 1 to 2 ns longer.
 type chunk struct {
 	entries *[chunkSize]entry
 	sides   *[chunkSize]side
@@ -95,8 +95,8 @@ func (t *flowTable) order(i uint32) *uint32 {
 	return &slab[i>>chunkBits].orders[i%chunkSize]
 }
 
-// find looks up the flow with key k. It may be called with or without mu. Without mu, it may
-// or may not find a flow that is inserted or removed at the same moment.
+// find looks up the flow with key k. The caller need not hold mu. If another goroutine inserts or
+// removes the flow at that moment, find may or may not return it.
 func (t *flowTable) find(dir Direction, k *key) (m match, ok bool) {
 	ok = t.search(dir, k, &m)
 	return m, ok
@@ -127,7 +127,8 @@ func (t *flowTable) search(dir Direction, k *key, m *match) bool {
 	}
 }
 
-// read reports whether the entry is the flow of k. If so, it copies the entry into m.
+// read reports whether k is a key of m.entry. If so, it copies the word and the other address of
+// the entry into m.
 func (m *match) read(dir Direction, k *key) bool {
 	e := m.entry
 	seq, word := e.seq.Load(), e.word.Load()
@@ -164,7 +165,7 @@ func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
 	i, fresh := t.allocate()
 	e := t.entry(i)
-	word |= stateQueued // set here, because enqueue would need a further atomic exchange
+	word |= stateQueued // set here, because enqueue would need one more atomic exchange
 	if !fresh {         // no reader can find a fresh entry
 		e.seq.Add(1)
 	}
@@ -199,7 +200,8 @@ func set(words *[2]atomic.Uint64, a addr) {
 	}
 }
 
-// allocate returns an unused entry, and whether it was never used before. The caller holds mu.
+// allocate returns an unused entry. fresh is true if the entry was never used before. The caller
+// holds mu.
 func (t *flowTable) allocate() (i uint32, fresh bool) {
 	if t.free != 0 {
 		i = t.free - 1
@@ -251,14 +253,14 @@ func (t *flowTable) remove(i uint32, reason FlowEnd) {
 	t.total.Add(-1)
 }
 
-// purgeStep is the number of flows that purge may end before it releases the lock: about 50
-// microseconds of work.
+// purgeStep is the number of flows that purge may end before it releases the lock. This takes about
+// 50 microseconds.
 const purgeStep = 32
 
 // purge ends the flows that rule r does not permit, or all flows if r is nil. It reads flows
 // without the lock. It takes the lock only to end flows, at most purgeStep at a time, so a new flow
-// waits for no more than one step. After each step it calls pause, without the lock. r must already
-// be the rule for new flows.
+// waits for no more than one step. After each step, purge releases the lock and calls pause. r must
+// already be the rule for new flows.
 func (t *flowTable) purge(r *rule, pause func()) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -285,15 +287,16 @@ func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 			defer t.mu.Unlock()
 			locked = true
 		}
-		if !e.matches(r) { // the flow may have ended or been replaced before we had the lock
+		if !e.matches(r) { // before we took the lock, the flow may have ended, or another flow may have got the entry
 			t.remove(first+uint32(n), FlowPurged)
 			t.purged.Add(1)
 		}
 	}
 }
 
-// matches reports whether the entry has no flow, or a flow that rule r permits; a nil rule
-// permits none. Without mu it may report false for an entry that is being written.
+// matches returns false if the entry has a flow that rule r does not permit; a nil rule permits
+// none. If the caller does not hold mu, it may also return false for an entry that is being
+// written.
 func (e *entry) matches(r *rule) bool {
 	seq, word := e.seq.Load(), e.word.Load()
 	switch {
@@ -319,10 +322,9 @@ const (
 	sweepRemovals = 100
 )
 
-// sweep removes expired flows and returns their number. It reads only chunks that changed or
-// in which a flow may have expired, and reads them without the lock. It takes the lock only
-// for a chunk with flows to remove or requeue, so a new flow never waits for more than one
-// chunk.
+// sweep removes expired flows and returns their number. It reads a chunk only if the chunk has
+// changed or one of its flows may have expired. It reads without the lock. It takes the lock only
+// for a chunk with flows to remove or requeue, so a new flow never waits for more than one chunk.
 func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -379,8 +381,8 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 			defer t.mu.Unlock()
 			locked = true
 		}
-		// Check again: before we had the lock, a packet may have refreshed the flow, or another
-		// flow may have replaced it.
+		// Check again. Before we took the lock, a packet may have refreshed the flow, or another
+		// flow may have got the entry.
 		i := c<<chunkBits | uint32(n)
 		word = e.word.Load()
 		if word&stateLive == 0 {

@@ -8,8 +8,8 @@ import (
 
 // # Inbound
 //
-// The engine holds a peer's fragments until their datagram is complete, whichever rule applies to
-// them. The node behind the gateway reassembles for all peers and pods in one small memory
+// The engine holds every fragment from a peer until its datagram is complete, even if a 1:1 map
+// applies. The node behind the gateway reassembles for all peers and pods in one small memory
 // (nf_defrag, by default 4 MiB and 30 s). So it must never receive an incomplete datagram from a
 // peer. A complete datagram is joined, filtered and translated like an unfragmented packet.
 //
@@ -18,8 +18,8 @@ import (
 //
 // # Outbound
 //
-// Later fragments have no ports. A 1:1 map needs no ports and translates each fragment as it
-// arrives. Where no 1:1 map applies, the decision about the first fragment applies to the whole
+// Later fragments have no ports. A 1:1 map needs no ports, so the engine translates each fragment
+// as it arrives. If no 1:1 map applies, the decision about the first fragment applies to the whole
 // datagram. The engine stores this decision until all octets of the datagram have passed. Later
 // fragments that arrive before the first one are copied and held. Outbound fragments are not
 // reassembled, because the receiver does that. The peer's gateway has bounds of its own against
@@ -27,9 +27,9 @@ import (
 //
 // # Both directions
 //
-// Each octet of a datagram passes once, and all octets pass in the same flow. So a fragment cannot
-// overwrite a header that was already checked. The rules for both families are those of Linux's
-// reassembly (net/ipv4/inet_fragment.c):
+// The engine forwards each octet of a datagram only once, and all octets in the same flow. So a
+// fragment cannot overwrite a header that was already checked. The rules for both families are
+// those of Linux's reassembly (net/ipv4/inet_fragment.c):
 //
 //	a fragment whose octets have all arrived     is a duplicate and is dropped
 //	a fragment that overlaps others in part,     invalidates the datagram: this fragment, the held
@@ -38,21 +38,21 @@ import (
 //
 // A datagram may reuse an identification while fragments of an earlier datagram are missing. The
 // engine then drops the new datagram, so that it is not mixed with the earlier one (RFC 4963). Two
-// of our hosts behind the NAPT address may also use the same identification, which the engine does
-// not rewrite. The earlier datagram then passes, and the later one is dropped. Outbound fragments
-// under a 1:1 map are not compared with each other: the map needs no port, and the receiver
-// reassembles the datagram.
+// of our hosts behind the NAPT address may also use the same identification, because the engine
+// does not rewrite it. The engine then forwards the earlier datagram, and drops the later one.
+// Outbound fragments under a 1:1 map are not compared with each other: the map needs no port, and
+// the receiver reassembles the datagram.
 
 // fragmentStore holds the incomplete datagrams of one peer and direction. Config sets bounds on
 // datagrams, octets and fragments. At the bound on datagrams or octets, the oldest datagram is
-// evicted, and DropFragmentStoreFull counts each of its held fragments. Refusing new datagrams
-// instead would let a flood of incomplete ones block the store. Eviction does little harm, because
-// a datagram without lost fragments needs its entry only for milliseconds. One source may use a
-// quarter of the store. Beyond that, the oldest datagram of the same source is evicted, so that a
+// evicted, and DropFragmentStoreFull counts each of its held fragments. If new datagrams were
+// refused instead, a flood of incomplete datagrams could block the store. Eviction does little
+// harm, because a datagram without lost fragments needs its entry only for milliseconds. One source
+// may use a quarter of the store. If it needs more, its own oldest datagram is evicted, so that a
 // flood from one host does not displace the datagrams of other hosts.
 type fragmentStore struct {
 	mu         sync.Mutex
-	rule       *rule                        // outbound: the rule under which the stored decisions were made
+	rule       *rule                        // outbound: the rule on which the stored decisions are based
 	sets       map[fragmentKey]*fragmentSet // by key before translation
 	after      map[fragmentKey]*fragmentSet // outbound: forwarded datagrams, by key after translation
 	hosts      map[addr]*fragmentHost
@@ -65,7 +65,7 @@ type fragmentStore struct {
 	idleHosts []*fragmentHost
 }
 
-// hostShare is the divisor for the part of the store that one source may use.
+// One source may use 1/hostShare of the store.
 const hostShare = 4
 
 // fragmentKey identifies a datagram. For IPv4 the key includes the protocol (RFC 791), for IPv6 it
@@ -76,7 +76,7 @@ type fragmentKey struct {
 	proto    uint8
 }
 
-// fragmentHost records the part of the store that one source uses.
+// fragmentHost records how much of the store one source uses.
 type fragmentHost struct {
 	own   fragmentList
 	sets  int
@@ -187,9 +187,9 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 	return verdict
 }
 
-// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in
+// join stores v. If v was the last missing fragment, join returns all fragments of the datagram in
 // arbitrary order: v itself, and copies of the others, which the caller owns. If fragments are
-// still missing, it returns nil and, unless it drops v, holds a copy of v.
+// still missing, join returns nil. It then holds a copy of v, unless it drops v.
 func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -213,8 +213,9 @@ func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][
 }
 
 // fragment records an outbound fragment. If the packet is the first fragment, done is false, and
-// the caller must find its flow and call firstFragment. Any other fragment is forwarded by the
-// stored decision, held until there is one, or refused; done is then true.
+// the caller must find its flow and call firstFragment. Any other fragment is forwarded if the
+// stored decision permits it, held if there is no decision yet, or refused. In these cases, done is
+// true.
 func (c *translation) fragment() (verdict Verdict, done bool) {
 	s := &c.r.peer.fragments[Outbound]
 	var to addr
@@ -236,10 +237,10 @@ func (c *translation) fragment() (verdict Verdict, done bool) {
 	return c.forward(to, samePort), true
 }
 
-// firstFragment stores the decision on a datagram whose first outbound fragment is the packet. The
-// packet must not be translated yet. firstFragment translates the fragments that waited for the
-// decision and returns them. The returned drop may differ from the argument, because another
-// datagram may already have the key after translation.
+// The packet is the first fragment of an outbound datagram, and must not have been translated.
+// firstFragment stores the decision on this datagram. It translates the fragments that waited for
+// the decision, and returns them. The returned drop may differ from the argument: if another
+// datagram already has the key that this one would have after translation, this one is dropped.
 func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	s := &c.r.peer.fragments[Outbound]
 	held, drop := s.decide(c.v, c.r.rule, to, drop)
@@ -270,8 +271,8 @@ func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Dr
 	return addr{}, false, DropNone
 }
 
-// admit records fragment v, to which rule r applies, and returns the decision on its datagram.
-// Without a decision, admit holds a copy of v, unless v is a first fragment.
+// Rule r applies to fragment v. admit records v, and returns the decision on its datagram. If there
+// is no decision yet, admit holds a copy of v, unless v is the first fragment.
 func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -321,8 +322,9 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (hel
 	return held, drop
 }
 
-// outdated reports whether a rule that permits other flows has replaced r since the caller loaded
-// the table. If so, the caller must not store a decision by r.
+// While the caller used r from its rule table, another rule may have replaced r. outdated returns
+// true if the new rule permits other flows than r. The caller must then not store a decision based
+// on r.
 func (s *fragmentStore) outdated(r *rule) bool {
 	return s.rule != r && (s.rule == nil || !s.rule.spec.sameFlows(r.spec))
 }
@@ -333,7 +335,7 @@ func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
 		return false
 	}
-	// A datagram may exceed the part for one source if the source has no other datagram.
+	// If the source has no other datagram, this one may exceed the bound for one source.
 	for victim := set.host.own.oldest; victim != nil && set.host.bytes+n > limit/hostShare; {
 		next := victim.links[ofHost].next
 		if victim != set {
@@ -454,7 +456,7 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 }
 
 // setRule makes r the rule for further decisions. If flowsDiffer is true, it drops all incomplete
-// datagrams, because they may have decisions of the previous rule.
+// datagrams, because their decisions may be based on the previous rule.
 func (s *fragmentStore) setRule(r *rule, flowsDiffer bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -13,11 +13,11 @@ type fragmentSet struct {
 	host    *fragmentHost
 	born    tick
 	decided bool   // outbound: there is a decision; inbound: the datagram is dropped
-	to      addr   // the decision, if it is to forward: the new address of our end
-	drop    Drop   // the decision, if it is to drop: the reason
+	to      addr   // if the decision is to forward: the new address of our end
+	drop    Drop   // if the decision is to drop: the reason
 	first   uint64 // first 8 octets after the IP header: ports and, except for TCP, the checksum
 	held    [][]byte
-	seen    []span // parts that have arrived, in order; adjacent parts are merged
+	seen    []span // parts of the datagram that have arrived, in order; adjacent parts are merged
 	total   int    // octets of the whole datagram, 0 while the last fragment is missing
 	links   [2]links
 }
@@ -25,8 +25,8 @@ type fragmentSet struct {
 // span is a part of a datagram, in units of 8 octets. to is exclusive.
 type span struct{ from, to uint16 }
 
-// contradicts reports whether v cannot belong to the same datagram as the earlier fragments. end is
-// the offset at which v ends, in octets; more is v's flag "more fragments".
+// contradicts returns true if v and the earlier fragments cannot belong to the same datagram. end
+// is the offset at which v ends, in octets; more is v's flag "more fragments".
 func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	reached := 0
 	if n := len(set.seen); n > 0 {
@@ -34,7 +34,7 @@ func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	}
 	switch off, _, _, _ := v.Fragment(); {
 	case more && set.total != 0 && end >= set.total, // v continues beyond the end of the datagram
-		!more && set.total != 0 && end != set.total, // v ends the datagram elsewhere than an earlier fragment
+		!more && set.total != 0 && end != set.total, // v and an earlier fragment end the datagram at different offsets
 		!more && set.total == 0 && end <= reached:   // v ends the datagram before octets that have arrived
 		return true
 	case off == 0 && len(set.seen) > 0 && set.seen[0].from == 0:
@@ -74,7 +74,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 	end := off + v.FragmentLen()
 	f := fitting{span: span{uint16(off / 8), uint16((end + 7) / 8)}, end: end, last: !more}
 	if set.drop == DropFragment {
-		f.kind = duplicate // treated as a duplicate, because its datagram was dropped
+		f.kind = duplicate // treated as a duplicate, because the datagram was dropped
 		return f
 	}
 	if f.index, f.kind = set.place(f.span); set.contradicts(v, end, more) {

@@ -10,7 +10,7 @@ import (
 // Flow is comparable.
 type Flow struct {
 	local, mapped, remote addr
-	word                  uint64 // as entry.word, but with no state bits other than stateOfFlow
+	word                  uint64 // like entry.word, but the only state bits are those of stateOfFlow
 }
 
 // FlowSize is the number of octets that Flow.Append appends.
@@ -51,8 +51,7 @@ func FlowFrom(b []byte) Flow {
 	return Flow{addr{word(0), word(1)}, addr{word(2), word(3)}, addr{word(4), word(5)}, word(6)}
 }
 
-// valid reports whether the fields of f are consistent: whether an engine could contain such a
-// flow.
+// valid reports whether the fields of f are consistent, so that an engine could have such a flow.
 func (f Flow) valid() bool {
 	family := f.local.family()
 	if f.mapped.family() != family || f.remote.family() != family || f.word&0xff&^stateOfFlow != 0 {
@@ -80,10 +79,10 @@ type follower struct {
 	f func(peer string, flow Flow, ended bool)
 }
 
-// Follow calls f for every flow that opens or ends from now on. It calls f for a flow that has
-// become established, or has closed, at the next Sweep. The calls for one flow are in order. f is
-// called on the packet path with locks held, so it must neither block nor call the engine. stop
-// ends the calls, but does not wait for a call in progress.
+// Follow makes the engine call f for every flow that opens or ends from now on. If a flow becomes
+// established or its connection closes, the engine calls f at the next Sweep. The calls for one
+// flow are in order. f is called on the packet path with locks held, so it must neither block nor
+// call the engine. stop ends the calls, but does not wait for a call in progress.
 func (e *Engine) Follow(f func(peer string, flow Flow, ended bool)) (stop func()) {
 	own := &follower{f}
 	e.changeFollowers(func(all []*follower) []*follower { return append(all, own) })
@@ -117,9 +116,9 @@ func (t *flowTable) follow(i uint32, ended bool) {
 	}
 }
 
-// EachFlow calls f with every flow. f is called with locks held. Its calls and the followers' calls
-// for one flow are in order. After at most 256 flows, EachFlow calls pause, without holding a lock.
-// It ends when pause returns false.
+// EachFlow calls f with every flow. f is called with locks held. For one flow, these calls and the
+// calls of followers are in order. After at most 256 flows, EachFlow calls pause, without holding a
+// lock. It ends when pause returns false.
 func (e *Engine) EachFlow(f func(peer string, flow Flow), pause func() bool) {
 	for _, p := range e.Peers() {
 		t := &p.flows
@@ -145,10 +144,10 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), pause func() bool) {
 }
 
 // Adopt takes over a flow of another engine, with its state, as if its last packet had just
-// arrived. If it returns DropNone, the engine has the flow; opened is false if the engine had it
-// already. Any other Drop means that the flow was not adopted: the rules do not permit it, another
-// flow has one of its tuples or its port, or there is no room. Adopt changes and evicts no existing
-// flow.
+// arrived. If Adopt returns DropNone, the engine has the flow; opened is false if the engine had
+// the flow before. Any other Drop is the reason why Adopt refused the flow: the rules do not permit
+// it, another flow has one of its tuples or its port, or there is no room. Adopt changes and evicts
+// no existing flow.
 func (e *Engine) Adopt(peer string, f Flow, now time.Duration) (opened bool, drop Drop) {
 	p := e.Peer(peer)
 	if p == nil {

@@ -7,11 +7,11 @@ import (
 )
 
 // The packet that an ICMP error quotes determines the translation of the error. An inbound error
-// quotes a packet that we sent, as the peer saw it; the engine translates our end in the quote
-// back. An outbound error quotes a packet of the peer after translation; the engine changes our end
-// in the quote to the address that the peer used. In both cases it translates the outer header to
-// match the quote. An error opens, refreshes and ends no flow (RFC 4787, REQ-12; RFC 5508, REQ-4 to
-// 6). Its type and code do not change.
+// quotes a packet that we sent, in the form that the peer saw. The engine restores our original
+// address in the quote. An outbound error quotes a packet of the peer after translation. The engine
+// changes our address in the quote to the one that the peer used. In both cases it translates the
+// outer header to match the quote. An error opens, refreshes and ends no flow (RFC 4787, REQ-12;
+// RFC 5508, REQ-4 to 6). Its type and code do not change.
 //
 //	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
 //	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router: see outboundError
@@ -29,8 +29,8 @@ func quote(v *packet.View, q *packet.Quote) Drop {
 	return DropNone
 }
 
-// quoteKey returns the key by which packets of direction dir find the flow of the quoted packet. ok
-// is false if the quote ends before the ports, without which no flow can be identified.
+// quoteKey returns the key with which a packet of direction dir finds the flow of the quoted
+// packet. ok is false if the quote ends before the ports, without which no flow can be identified.
 func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
 	var nearPort, remotePort uint16
 	switch class := classOf(q.Proto(), q.Is4()); {
@@ -62,8 +62,8 @@ func (c *translation) quotedFlow(q *packet.Quote, ourEnd, peerEnd addr) (match, 
 	return c.find(&k)
 }
 
-// inboundError translates an error about a packet that we sent. The outer source is an address
-// of the peer and does not change.
+// inboundError translates an error about a packet that we sent. The outer source is an address of
+// the peer, so it does not change.
 func (c *translation) inboundError() Verdict {
 	v, r := c.v, c.r
 	var q packet.Quote
@@ -106,12 +106,11 @@ func (c *translation) inboundError() Verdict {
 	return c.forward(local, samePort)
 }
 
-// outboundError translates an error about a packet that the peer sent. The new outer source
-// identifies the host that sent the error. If our end of the flow sent it, this is the address that
-// the peer used. If another pod sent it, this is the pod's address as the peer sees it. If the
-// gateway sent it, this is the address of the in-process endpoint as the peer sees it. For any
-// other host it is the NAPT address. None of these addresses needs a flow, and a traceroute can
-// distinguish them.
+// outboundError translates an error about a packet that the peer sent. The new outer source depends
+// on the host that sent the error. Our end of the flow gets the address that the peer used for it.
+// Another pod gets its address as the peer sees it. The gateway gets the address of the in-process
+// endpoint as the peer sees it. Any other host gets the NAPT address. None of these addresses needs
+// a flow, and a traceroute can distinguish them.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote

@@ -6,14 +6,14 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Lookahead loads the flows of a batch of packets into the caches before the engine processes
-// the packets one by one. If there are more flows than the caches hold, each lookup waits for
-// memory twice: for its slot in the index and then for the entry. Lookahead overlaps these
-// waits for a whole batch. It does not affect verdicts.
+// Lookahead loads the flows of a batch of packets into the caches before the engine processes the
+// packets one by one. If there are more flows than the caches hold, each lookup waits for memory
+// twice: first for its slot in the index, then for the entry. With Lookahead, all lookups of a
+// batch wait at the same time. Lookahead does not affect verdicts.
 //
-// The gateway uses it for packets from the tunnel. Its reader of the TUN device has no batch,
-// because it reads one packet at a time into the same buffer. Bulk traffic arrives there as
-// superpackets, so one lookup serves many segments.
+// The gateway uses Lookahead for packets from the tunnel. Packets from the TUN device do not come
+// in batches, because the gateway reads them one at a time into the same buffer. Bulk traffic comes
+// from the device as superpackets, so one lookup serves many segments.
 //
 // A Lookahead is scratch for one goroutine; the zero value is ready to use. For each batch
 // call Begin. If that returns true, call Add with each packet and then Fetch.
@@ -38,14 +38,14 @@ const (
 	// lookaheadMax is the size of a batch of wireguard-go. Lookahead ignores packets beyond it.
 	lookaheadMax = 128
 
-	// lookaheadFrom is the number of flows from which Lookahead saves more than the 25 to 30 ns
-	// that it costs per packet. The entries and the index are then several times larger than a
-	// second-level cache of 1 MiB (BenchmarkNAPTHit, 2026-11).
+	// Lookahead takes 25 to 30 ns per packet. With lookaheadFrom flows or more, it saves more than
+	// that. The entries and the index are then several times larger than a second-level cache of 1
+	// MiB (BenchmarkNAPTHit, 2026-11).
 	lookaheadFrom = 1 << 15
 )
 
-// Begin starts a batch of one direction. It returns false if there are too few flows for
-// Lookahead to be of use.
+// Begin starts a batch of one direction. It returns false if there are so few flows that Lookahead
+// would save no time.
 func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	if e.total.Load() < lookaheadFrom {
 		return false
@@ -54,7 +54,8 @@ func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	return true
 }
 
-// Add records the flow that packet v will look up, if any. v must not be translated yet.
+// Add records the lookup that the engine will make for packet v, if it will make one. v must not
+// have been translated.
 func (l *Lookahead) Add(v *packet.View) {
 	if l.n == len(l.wanted) || !v.HasPorts() {
 		return
@@ -82,8 +83,8 @@ func (l *Lookahead) Add(v *packet.View) {
 	}
 }
 
-// flowsOf returns the remote whose flows may include tuple k. It returns nil if no peer has the
-// remote address, or if our end is mapped 1:1 and needs no flow.
+// flowsOf returns the remote of the peer that may have a flow with tuple k. It returns nil if no
+// peer has the remote address, or if our end is mapped 1:1 and needs no flow.
 func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	if is4 {
 		r := t.remotes4.lookup(uint32(k.remote.lo))
@@ -115,12 +116,12 @@ func (l *Lookahead) Fetch() {
 			f.seq.Load()
 		}
 	}
-	clear(batch) // the scratch must not keep the tables of a removed peer alive
+	clear(batch) // otherwise l could keep the tables of a removed peer in memory
 	l.rules, l.n = nil, 0
 }
 
-// candidate returns the first entry in s whose hash has tag as its lower half, or nil. The
-// upper bits of the hash have selected s.
+// candidate returns the first entry in s whose hash has tag as its lower half, or nil. The caller
+// has selected s by the upper bits of the hash.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
 	for at := s.home(tag); ; at = s.nextSlot(at) {
 		slot := atomic.LoadUint64(&s.list[at])

@@ -16,9 +16,9 @@ type path struct {
 	errorsSent, errorsLimited, fragmented atomic.Uint64
 }
 
-// MTU returns the size in octets of the largest IP packet that may be sent to the peer. MTU is
-// Peer.MTU of the rules in force, 0 for no bound. The engine does not enforce it, because only the
-// caller has the size of segments; see TooBig.
+// MTU returns the size in octets of the largest IP packet that may be sent to the peer: Peer.MTU of
+// the rules in force, or 0 for no bound. The engine does not enforce it, because only the caller
+// has the size of segments; see TooBig.
 func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.
@@ -27,9 +27,9 @@ func (p *PeerState) CountFragmented() { p.path.fragmented.Add(1) }
 // errorBurst is the maximum number of errors that may be sent at once.
 const errorBurst = 100
 
-// allowError takes one error from the peer's allowance and reports whether it may be sent (RFC
-// 1812, section 4.3.2.8; RFC 4443, section 2.4f). The allowance is a token bucket of size
-// errorBurst. Its state is the time at which the bucket is full again.
+// allowError reports whether one more error may be sent, and if so, subtracts it from the peer's
+// allowance (RFC 1812, section 4.3.2.8; RFC 4443, section 2.4f). The allowance is a token bucket of
+// size errorBurst. Its state is the time at which the bucket is full again.
 func (p *path) allowError(now, interval time.Duration) bool {
 	for {
 		old := p.next.Load()
@@ -44,18 +44,17 @@ func (p *path) allowError(now, interval time.Duration) bool {
 	}
 }
 
-// TooBig makes the ICMP error for the sender of v: fragmentation needed or packet too big,
-// with mtu as next-hop MTU. v is a packet that Outbound has translated and that exceeds mtu,
-// the MTU of its peer. The error is written to buf, which has room for packet.MaxTooBig
-// octets. It quotes the packet with the source and port that its sender used. The source of
-// the error is the packet's destination, an address that every filter on the path back
-// expects.
+// TooBig makes the ICMP error for the sender of v: fragmentation needed or packet too big, with mtu
+// as next-hop MTU. Outbound has translated v, and v is larger than mtu, the MTU of its peer. The
+// error is written to buf, which has room for packet.MaxTooBig octets. It quotes the packet with
+// the source and port that the sender used. The source of the error is the destination of the
+// packet, because every filter on the path back expects packets from there.
 //
 // The action is Forward for an error to send to the link, and Deliver for one to the in-process
 // endpoint. The action is Discard, without an error, in three cases: no error may be sent about
 // this packet (see packet.View.TooBig), Config.MaxErrorsPerSecond is reached, or the sender is
-// unknown, for example of a fragment without ports behind the NAPT address. v is not changed, and
-// the caller counts the drop of v.
+// unknown. The sender is unknown, for example, if v is a later fragment, which has no ports, from
+// the NAPT address. v is not changed, and the caller counts the drop of v.
 //
 // TooBig first makes the error that the peer would send about the packet in the tunnel. It then
 // translates that error like any inbound one, so the error opens, refreshes and ends no flow.

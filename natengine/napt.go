@@ -17,7 +17,7 @@ const (
 	tcpPorts portClass = iota
 	udpPorts
 	icmpIDs
-	noPorts // any other protocol; only the remote address distinguishes its flows
+	noPorts // any other protocol; its flows differ only in the remote address
 )
 
 func classOf(proto uint8, is4 bool) portClass {
@@ -33,9 +33,9 @@ func classOf(proto uint8, is4 bool) portClass {
 }
 
 // napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent (RFC
-// 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): while an inside address and port has a flow, it
-// has one outside port towards all addresses of the peer. No two mappings of a class share a port
-// (RFC 4787, REQ-3). The table's mutex guards all fields.
+// 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): all flows of an inside address and port have the
+// same outside port, whichever address of the peer they go to. No two mappings of a class share a
+// port (RFC 4787, REQ-3). The table's mutex guards all fields.
 type napt struct {
 	seed     maphash.Seed
 	mappings pool[mapping]
@@ -48,7 +48,7 @@ type napt struct {
 
 // A mapping is the port at the NAPT address that belongs to one inside host and port.
 type mapping struct {
-	host         uint32 // number in flowTable.hosts; stays valid, because each flow of the mapping is a flow of the host
+	host         uint32 // number in flowTable.hosts; stays valid, because the host has a flow as long as the mapping has one
 	port, mapped uint16
 	use          uint32 // (number of flows that use the mapping) << 2 | class
 	next         uint32 // next number in the chain or in the free list
@@ -97,8 +97,9 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 	return mapped, ok
 }
 
-// holdAt is hold for the given port at the NAPT address. It does nothing and returns false if
-// the inside host and port have another mapped port, or if another mapping has this port.
+// holdAt is like hold, but mapped is the port to use at the NAPT address. It does nothing and
+// returns false if the inside host and port have another mapped port, or if another mapping has the
+// port mapped.
 func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, mapped uint16) bool {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -115,8 +116,8 @@ func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, map
 	return true
 }
 
-// add maps an inside host and port, which have no mapping, to a free port. The mapping starts
-// with one flow.
+// add makes the mapping of an inside host and port to a free port. The mapping starts with one
+// flow.
 func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped uint16) {
 	n.set(family, class).take(mapped)
 	i := n.free
@@ -130,8 +131,8 @@ func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped
 	n.live++
 }
 
-// preview returns the result of hold without its effects. If that port is random, a later hold
-// returns another one.
+// preview returns the port that hold would return, but changes nothing. If hold would choose a
+// random port, the port that preview returns is only an example.
 func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		return n.mappings.at(i).mapped, true
@@ -174,7 +175,7 @@ func (n *napt) bytes() int {
 	return size
 }
 
-// portSet is a bitmap of the ports in use. used has their number by range and parity.
+// portSet is a bitmap of the ports in use. used counts these ports by range and parity.
 type portSet struct {
 	taken [1 << 16 / 64]uint64
 	used  [2][2]uint32
@@ -227,12 +228,12 @@ func (c portClass) limit() int {
 	return 1<<16 - 1
 }
 
-// choose picks a free port. If random is false and the port want is free, the result is want.
-// Otherwise it is a random port of the same range, 0-1023 or 1024-65535, and if possible of the
-// same parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the well-known range
-// is full, a well-known port gets a user port. A user port never gets a well-known one, because
-// some servers trust a well-known source port as that of a privileged process. Identifiers of ICMP
-// queries have neither range nor parity.
+// choose picks a free port. If the port want is free and random is false, choose returns want.
+// Otherwise it returns a random port of the same range, 0-1023 or 1024-65535, and if possible of
+// the same parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the well-known
+// range is full, a well-known port gets a user port. A user port never gets a well-known port,
+// because some servers trust a well-known source port: they assume that a privileged process has
+// sent the packet. Identifiers of ICMP queries have neither range nor parity.
 func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
 	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true
@@ -252,8 +253,9 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 // odd).
 var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
 
-// inRange picks a random free port of a range, of the wanted parity if possible. It scans only if
-// the counts show a free port, so that a flood of new flows costs little when all ports are in use.
+// inRange picks a random free port of a range, of the wanted parity if possible. It searches the
+// bitmap only if the counts show a free port. So a flood of new flows takes little time when all
+// ports are in use.
 func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	first, last := uint32(1), uint32(firstUserPort-1)
 	if r == user {
@@ -267,7 +269,7 @@ func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	return 0, false
 }
 
-// Masks that select ports in a word of 64 ports, the first of which is even.
+// Masks that select ports in a word of 64 ports. The first port of a word is even.
 const (
 	evenPorts uint64 = 0x5555_5555_5555_5555
 	allPorts  uint64 = 1<<64 - 1

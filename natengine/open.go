@@ -11,7 +11,7 @@ type opening struct {
 	*translation
 	kind          flowKind
 	class         portClass
-	k             *key // of the packet that begins the flow
+	k             *key // key of the packet that begins the flow
 	other         addr // address that replaces our end
 	local, mapped addr // our two addresses of the flow
 	owner         addr // the host whose quota counts the flow
@@ -42,18 +42,18 @@ func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	return f, drop
 }
 
-// enter adds the flow to the table; Engine.total already counts it. opened is false if the flow
-// existed. If only the eviction of another peer's flow can make room, enter undoes its work and
-// returns DropFlowTableFull.
+// enter adds the flow to the table; Engine.total already counts the flow. opened is false if the
+// table already had the flow. If only the eviction of another peer's flow can make room, enter
+// undoes its changes and returns DropFlowTableFull.
 func (o *opening) enter() (f match, opened bool, drop Drop) {
 	r, t := o.r.rule, &o.r.peer.flows
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if current := r.peer.rule; current != r && (current == nil || !current.permits(o.kind, protoOf(o.k.word), o.local, o.mapped, o.far)) {
-		return f, false, DropNoFlow // a change of the rules has just forbidden the flow
+		return f, false, DropNoFlow // the rules have just changed and now forbid the flow
 	}
 	room := o.room
-	var stale []uint32 // expired flows with a tuple of the new one, which a trace leaves in the table
+	var stale []uint32 // expired flows that have a tuple of the new flow; a trace leaves them in the table
 	if f, ok := t.find(o.dir, o.k); ok {
 		if !f.expired(&o.e.lifetimes, o.now) {
 			o.tr.known(&f)
@@ -64,9 +64,10 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	}
 	port := o.k.nearPort(o.dir)
 	if o.kind == endpointFlow || o.class == noPorts {
-		// Another flow may have the tuple of the replies. It may be a flow that the endpoint itself
-		// began. Behind the NAPT address, it may be the flow of another host that uses the same
-		// protocol towards the same remote address.
+		// Another flow may already have the tuple of the new flow's replies. If the new flow goes
+		// to a mapped endpoint, the other flow may be one that the endpoint itself began. If the
+		// new flow is a NAPT flow without ports, another host may use the same protocol towards the
+		// same remote address.
 		back := keyOf(1-o.dir, o.other, o.far, protoOf(o.k.word), port, o.k.remotePort())
 		if f, ok := t.find(1-o.dir, &back); ok {
 			if !f.expired(&o.e.lifetimes, o.now) {
@@ -136,15 +137,15 @@ func (o *opening) expire(f *match, stale []uint32) []uint32 {
 		return nil
 	}
 	if slices.Contains(stale, f.index) {
-		return stale // it has both tuples of the new flow
+		return stale // the expired flow has both tuples of the new flow
 	}
 	return append(stale, f.index)
 }
 
 // begins returns DropNone for a packet that may open a flow: a TCP segment without RST, an ICMP
-// request, or any packet of another protocol. A TCP segment need not be a SYN, so that connections
-// survive the loss of the table if they can keep their port. For packets of a mapped endpoint,
-// flowOut has a further condition.
+// request, or any packet of another protocol. A TCP segment need not be a SYN. So if a gateway
+// loses its flows, a connection can continue if it gets the same port again. For packets of a
+// mapped endpoint, flowOut has a further condition.
 func begins(v *packet.View) Drop {
 	switch classOf(v.Proto(), v.Is4()) {
 	case tcpPorts:

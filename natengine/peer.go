@@ -11,7 +11,7 @@ import (
 type PeerState struct {
 	id    string
 	down  atomic.Bool
-	path  path         // next to down, because the caller reads both for each packet
+	path  path         // next to the field down, because the caller reads both for each packet
 	quota atomic.Int64 // maximum number of flows
 	rule  *rule        // the newest rule, which every new flow must satisfy; guarded by flows.mu
 
@@ -61,9 +61,9 @@ func (p *PeerState) Traffic(dir Direction) (packets, bytes uint64) {
 	return t.packets.Load(), t.bytes.Load()
 }
 
-// SetDown records whether the peer has been without a WireGuard session for too long. The
-// engine still translates packets to a peer that is down; the caller counts DropPeerDown
-// instead of sending them.
+// SetDown records whether the peer has been without a WireGuard session for too long. The engine
+// still translates packets to a peer that is down. The caller must drop them and count
+// DropPeerDown.
 func (p *PeerState) SetDown(down bool) { p.down.Store(down) }
 
 // Down returns the last value that was passed to SetDown.

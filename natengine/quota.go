@@ -8,8 +8,8 @@ import (
 )
 
 // hostTable counts the flows of each host of one peer and orders them for eviction. The table for
-// NAPT flows has our hosts, the table for flows to mapped endpoints has the peer's. A host without
-// a flow is not in the table. The flow table's mutex guards all fields.
+// NAPT flows has our hosts, and the table for flows to mapped endpoints has the peer's hosts. A
+// host without a flow is not in the table. The flow table's mutex guards all fields.
 type hostTable struct {
 	flows   *flowTable
 	kind    flowKind
@@ -19,15 +19,15 @@ type hostTable struct {
 	live    int
 	free    uint32
 	quota   uint32 // maximum number of flows of a host
-	full    int    // number of hosts at the quota, among the counted hosts
-	counted uint32 // highest number of a counted host; math.MaxUint32 if all are counted; see setHostQuota
+	full    int    // number of counted hosts that have reached the quota
+	counted uint32 // the hosts with numbers up to this one are counted; math.MaxUint32: all hosts; see setHostQuota
 }
 
-// A host keeps its flows in a list: first those in the eviction queue, oldest first, then the
-// others. The host's address is that of the first flow; host does not store it again.
+// A host has a list of its flows: first the flows in the eviction queue, oldest first, then all
+// others. A host does not store its address: the first flow has it.
 type host struct {
 	flows  uint32
-	head   uint32 // first flow of the list; its link prev leads to the last flow
+	head   uint32 // first flow of the list; its link prev is the last flow
 	queued uint32 // last flow in the eviction queue, 0 for none
 	next   uint32 // next number in the chain or in the free list
 }
@@ -63,8 +63,8 @@ func (t *hostTable) find(a addr) uint32 {
 	return i
 }
 
-// hold adds a flow to the count of a host. The caller must check the quota. Before the table looks
-// up another host, the caller must enter the flow into the host's list or call release.
+// hold adds one to the number of a host's flows. The caller must check the quota. Before the table
+// looks up another host, the caller must enter the flow into the host's list or call release.
 func (t *hostTable) hold(a addr) (number uint32) {
 	if number = t.find(a); number == 0 {
 		if number = t.free; number != 0 {
@@ -82,7 +82,7 @@ func (t *hostTable) hold(a addr) (number uint32) {
 	return number
 }
 
-// release subtracts a flow from the count of the host with address a. The flow must already
+// release subtracts one from the number of flows of the host with address a. The flow must already
 // have left the host's list.
 func (t *hostTable) release(number uint32, a addr) {
 	h := t.at(number)
@@ -100,8 +100,8 @@ func (t *hostTable) release(number uint32, a addr) {
 
 func (t *hostTable) link(i uint32) *link { return t.flows.link(i, queueOfHost) }
 
-// enter adds flow i to the list of its host. A queued flow becomes the last flow of the eviction
-// queue, any other flow the last of the whole list.
+// enter adds flow i to the list of its host. If queued is true, the flow becomes the last one in
+// the eviction queue. Otherwise it becomes the last one in the whole list.
 func (t *hostTable) enter(h *host, i uint32, queued bool) {
 	l, number := t.link(i), i+1
 	after := h.queued
@@ -160,8 +160,8 @@ func (t *hostTable) setQuota(quota uint32) {
 	}
 }
 
-// count examines some more hosts and counts those that have reached the quota. setQuota restarts
-// this count. count returns true if there are more hosts to examine.
+// count examines the next hostsAtOnce hosts, and counts those that have reached the quota. It
+// returns true if hosts remain to be examined. After setQuota, it begins with the first host again.
 func (t *hostTable) count() (more bool) {
 	for range hostsAtOnce {
 		if t.counted >= t.hosts.used {
@@ -183,11 +183,11 @@ func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
 }
 
-// A half-open flow is in two eviction queues, each ordered by age. One is a queue of its peer,
-// with the flows that have ports of the same class, family and range. The other is the queue
-// of its host. A flow enters both queues when it is opened, or when a sweep finds it closed.
-// It leaves them when it ends, or when a sweep or an eviction finds it established. The bit
-// stateQueued is set while the flow is in its queues.
+// A half-open flow is in two eviction queues, each ordered by age. One is a queue of its peer, with
+// the flows that have ports of the same class, family and range. The other is the queue of its
+// host. A flow enters both queues when it is opened, or when a sweep finds it closed. It leaves
+// both when it ends, or when a sweep or an eviction finds it established. The bit stateQueued is
+// set while the flow is in its queues.
 const (
 	queueOfPeer = iota
 	queueOfHost
@@ -197,8 +197,8 @@ const (
 type queue struct{ head, tail uint32 }
 
 // For each family, a peer has one queue for ICMP queries, and one for each range of the TCP and UDP
-// ports at the NAPT address. The last queue is for flows without such a port. Among flows of
-// different queues, flowTable.order shows which has waited longest.
+// ports at the NAPT address. The last queue is for flows without such a port. flowTable.order shows
+// which of two flows in different queues has waited longer.
 const (
 	withoutPort   = 4 * int(noPorts)
 	waitingQueues = withoutPort + 1
@@ -216,8 +216,8 @@ func waitingIn(class portClass, family int, r portRange) int {
 	return (family*int(noPorts)+int(class))*2 + int(r)
 }
 
-// waitingFor returns the queues with the flows whose ports portSet.choose may pick for an inside
-// port.
+// portSet.choose may pick a port for an inside port. waitingFor returns the queues with the flows
+// that occupy such ports.
 func waitingFor(class portClass, family int, port uint16) waitingSet {
 	set := waitingSet(1) << waitingIn(class, family, user)
 	if rangeOf(port) == wellKnown {
@@ -250,8 +250,8 @@ func (t *flowTable) longestWaiting(heads *[waitingQueues]uint32) int {
 }
 
 // heads returns the flows among which longestWaiting chooses. If h is nil, these are the first
-// flows of the peer's queues in set. For a host h, it is only the host's flow that has waited
-// longest. The caller holds mu.
+// flows of the peer's queues in set. Otherwise it is the first flow in the queue of host h. The
+// caller holds mu.
 func (t *flowTable) heads(h *host, set waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {
@@ -346,18 +346,17 @@ func (t *flowTable) requeue(i uint32, word uint64) {
 	}
 }
 
-// evictSteps bounds the work of one eviction. An eviction may find queued flows that have
-// become established since; it dequeues these and continues. Sweeps dequeue most of them, so
-// few are left.
+// evictSteps bounds the work of one eviction. An eviction may find queued flows that have become
+// established in the meantime. It dequeues these flows and continues. There are few, because sweeps
+// dequeue most of them.
 const evictSteps = 32
 
 // evict removes the oldest half-open flow of host h, or of the peer if h is nil. The caller
 // holds mu.
 func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
 
-// evictPort removes the peer's oldest half-open flow among those whose ports portSet.choose may
-// pick for the given inside port. The removed flow's port is then free, unless other flows share
-// it. The caller holds mu.
+// evictPort removes the peer's oldest half-open flow with a port that portSet.choose may pick for
+// the given inside port. This port is then free, unless other flows share it. The caller holds mu.
 func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }
@@ -380,8 +379,8 @@ func (t *flowTable) evictFrom(h *host, set waitingSet) bool {
 	return false
 }
 
-// evictable reports whether evictFrom would find a flow if the flows in stale were already removed.
-// The caller holds mu.
+// evictable reports whether evictFrom would find a flow to evict after the flows in stale were
+// removed. The caller holds mu.
 func (t *flowTable) evictable(h *host, set waitingSet, stale []uint32) bool {
 	which := queueOfPeer
 	if h != nil {
@@ -406,8 +405,8 @@ func (t *flowTable) evictable(h *host, set waitingSet, stale []uint32) bool {
 	return false
 }
 
-// quotas returns the number of flows that each of n peers is guaranteed, and the maximum
-// numbers of flows of a peer and of a host.
+// quotas returns three numbers of flows: the equal share of each of n peers, the maximum for a
+// peer, and the maximum for a host.
 func (c *Config) quotas(n int) (share, peer, host int) {
 	share = max(c.MaxFlows/max(n, 1), 1)
 	peer = share
@@ -421,14 +420,14 @@ func (c *Config) quotas(n int) (share, peer, host int) {
 	return share, peer, min(host, peer)
 }
 
-// Range of the default of MaxFlowsPerHost. The upper bound is a quarter of the ports of a protocol,
-// so that no host can take all ports.
+// Bounds of the default for MaxFlowsPerHost. The upper bound is a quarter of the ports of a
+// protocol, so that no host can take all ports.
 const (
 	minHostQuota = 1 << 10
 	maxHostQuota = 1 << 14
 )
 
-// room is the way in which a new flow gets an entry.
+// room states how a new flow gets an entry.
 type room uint8
 
 const (
@@ -453,9 +452,9 @@ func (e *Engine) reserve(p *PeerState, dryRun bool) room {
 	return roomOwn
 }
 
-// displace ends a half-open flow of a peer above its share in favour of p, which is below its
-// share. With dryRun, it only reports whether there is such a flow. The caller must hold no peer's
-// mu, because displace locks the mu of another peer.
+// p has fewer flows than its equal share. displace makes room for a flow of p: it ends a half-open
+// flow of a peer that exceeds its share. With dryRun, it only reports whether there is such a flow.
+// The caller must hold no peer's mu, because displace locks the mu of another peer.
 func (e *Engine) displace(p *PeerState, dryRun bool) bool {
 	share := e.share.Load()
 	rules := e.rules.Load().rules
@@ -473,8 +472,8 @@ func (e *Engine) displace(p *PeerState, dryRun bool) bool {
 	return false
 }
 
-// yield ends the oldest half-open flow in favour of another peer. With dryRun, it only reports
-// whether there is such a flow.
+// yield ends the oldest half-open flow, to make room for a flow of another peer. With dryRun, it
+// only reports whether there is such a flow.
 func (t *flowTable) yield(dryRun bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -484,9 +483,9 @@ func (t *flowTable) yield(dryRun bool) bool {
 	return t.evict(nil)
 }
 
-// setHostQuota sets the quota of hosts, with immediate effect. Before it returns, it counts the
-// hosts that have reached the quota. It does so in steps, because new flows need the lock. After
-// each step it calls pause, without the lock.
+// setHostQuota sets the quota of hosts, which applies immediately. It then counts the hosts that
+// have reached the quota. It counts in steps, because new flows need the lock. After each step, it
+// releases the lock and calls pause.
 func (p *PeerState) setHostQuota(quota uint32, pause func()) {
 	t := &p.flows
 	for kind := range t.hosts {

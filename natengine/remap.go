@@ -9,7 +9,7 @@ import (
 // bits stay. It is netfilter's NETMAP. From and To may be equal (identity).
 type Remap struct{ From, To netip.Prefix }
 
-// Map translates a. It returns false if a is outside From or r is not well formed.
+// Map translates the address a. It returns false if a is outside From or r is not well formed.
 func (r Remap) Map(a netip.Addr) (netip.Addr, bool) {
 	if r.check() != nil || !r.From.Contains(a) {
 		return netip.Addr{}, false
@@ -37,8 +37,8 @@ func (r Remap) check() error {
 	return nil
 }
 
-// Endpoint is one entry of a Liqo NatMapping (docs/liqo-v0.md, section 6.3). Real is an
-// address of our side. Seen is the address in Peer.External under which the peer reaches it.
+// Endpoint is one entry of a Liqo NatMapping (docs/liqo-v0.md, section 6.3). Real is an address of
+// our side. Seen is the address in Peer.External at which the peer reaches the endpoint.
 type Endpoint struct{ Real, Seen netip.Addr }
 
 // String returns the endpoint as text, in the direction of the peer's packets.

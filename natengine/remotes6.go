@@ -10,9 +10,9 @@ import (
 )
 
 // remotes6 finds the remote of an IPv6 address. Each of the most common prefix lengths has a hash
-// table with its networks. A lookup in it takes one or two loads, a lookup in a trie takes several.
-// All other networks are in a trie. The trie stays small, because all clusters together use few
-// prefix lengths, unless a hostile peer mixes many. Remote prefixes never overlap, so no
+// table with its networks. A lookup in a hash table takes one or two loads, while a lookup in a
+// trie takes several. All other networks are in a trie. The trie stays small, because clusters
+// usually use few prefix lengths. A hostile peer may use many. Remote prefixes never overlap, so no
 // longest-prefix match is needed.
 type remotes6 struct {
 	lengths []length6
@@ -22,7 +22,8 @@ type remotes6 struct {
 // maxLengths6 is the maximum number of tables that a lookup reads before the trie.
 const maxLengths6 = 4
 
-// length6 is the hash table of one prefix length: open addressing, at most a quarter full.
+// length6 is the hash table of one prefix length. It uses open addressing, and is at most a quarter
+// full.
 type length6 struct {
 	mask  addr
 	seed  addr // random: if peers knew it, they could choose networks that collide
@@ -79,7 +80,7 @@ func newRemotes6(all []remote6) (t remotes6) {
 	return t
 }
 
-// slot returns the slot with net, or the free slot where net belongs.
+// slot returns the slot with the network net, or the free slot into which to insert it.
 func (l *length6) slot(net addr) *slot6 {
 	// The hash is that of wyhash. It needs two products, because after one product consecutive
 	// networks could be in adjacent slots.

@@ -13,16 +13,16 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Peer holds the rules for one peer. The notation is that of docs/liqo-v0.md, section 7: we
-// are cluster A, the peer is cluster B. Prefixes must be masked and may be of either family.
+// Peer holds the rules for one peer. The notation is that of docs/liqo-v0.md, section 7: we are
+// cluster A, and the peer is cluster B. Prefixes must be masked. They may be IPv4 or IPv6.
 type Peer struct {
 	ID             string
 	RemotePods     []netip.Prefix // Pb@A: the peer's pods as we see them; destinations outbound, sources inbound
-	RemoteExternal []netip.Prefix // Xb@A: like RemotePods, but packets from there open no flow (section 7.3)
+	RemoteExternal []netip.Prefix // Xb@A: the peer's external networks as we see them; packets from there open no flow (section 7.3)
 	Pods           []Remap        // Pa -> Pa@B, at most one per family; To's network address is the NAPT address
 	External       []netip.Prefix // Xa@B: our external networks as the peer sees them; they contain every Endpoint.Seen
-	Endpoints      []Endpoint     // maps single addresses in External; the peer reaches no other address there
-	MSS            uint16         // upper bound for the MSS of SYNs in both directions over IPv4, 20 less over IPv6; 0 = no bound
+	Endpoints      []Endpoint     // mapped endpoints; the peer reaches no other address in External
+	MSS            uint16         // upper bound for the MSS of SYNs in both directions over IPv4; the bound over IPv6 is 20 less; 0 = no bound
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
 	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer
 	// cannot distinguish our nodes from our gateway, so only the in-process endpoint may open
@@ -38,8 +38,8 @@ func (p Peer) sameFlows(q Peer) bool {
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints) && p.Gateway == q.Gateway
 }
 
-// ruleTable holds the rules of all peers in a form for fast lookup. It is immutable once it is
-// published; the next table shares the unchanged rules with it.
+// ruleTable holds the rules of all peers in a form for fast lookup. Once a table is published, it
+// is immutable. The next table shares the unchanged rules with it.
 type ruleTable struct {
 	remotes4 remotes4
 	remotes6 remotes6
@@ -56,9 +56,9 @@ func (t *ruleTable) remote(a netip.Addr) *remote {
 	return t.remotes6.lookup(addrOf(a))
 }
 
-// remote is the entry of a rule table for addresses of one peer: the destination of an outbound
-// packet, the source of an inbound one. It has copies of the rule's fields that the fast path
-// reads; those for IPv4 are in one cache line.
+// remote is an entry of a rule table, for addresses of one peer. The engine looks up the
+// destination of an outbound packet and the source of an inbound one. A remote has copies of the
+// rule's fields that the fast path reads. The copies for IPv4 are in one cache line.
 type remote struct {
 	out, in   map4
 	mss       uint16
@@ -80,18 +80,18 @@ var noMap4 = map4{from: 1}
 type rule struct {
 	peer      *PeerState
 	spec      Peer
-	self      [2]addr   // by family: the in-process endpoint, which is not a pod even if its address is in the PodCIDR
+	self      [2]addr   // by family: address of the in-process endpoint; it is not a pod, even if the PodCIDR contains the address
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
 	targets   map[addr]struct{} // Endpoint.Real
-	endpoints map[addr]struct{} // each Endpoint.Real in Pods.From; packets of these pods are translated by a flow if there is one, otherwise by the map; see endReplaced
+	endpoints map[addr]struct{} // each Endpoint.Real in Pods.From; a flow translates packets of these pods if there is one, otherwise the map does; see endReplaced
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
 	theirs    addr    // Peer.Gateway; zero if there is none
 
-	// guarded means that each address must be checked, because a prefix overlaps
-	// special-purpose addresses (as a /1 does) or contains the in-process endpoint.
+	// If guarded is true, each address must be checked, because a prefix contains the in-process
+	// endpoint or special-purpose addresses. For example, a /1 does.
 	guarded bool
 	has6    bool // the peer has an IPv6 network
 }
@@ -106,18 +106,19 @@ type podMap struct {
 	ok       bool
 	from, to prefix
 
-	// single means that the prefix is one address, which is both the NAPT address and the pod's. A
-	// packet of a flow is then translated by the flow, and any other packet by the map.
+	// If single is true, the prefix has only one address, which is the NAPT address and also the
+	// pod's address. A packet of a flow is then translated by the flow, and any other packet by the
+	// map.
 	single bool
 }
 
 // natAddr returns the NAPT address: the network address of Pa@B (docs/liqo-v0.md, section 7.2).
-// NAPT gives this source address to all packets that do not come from a pod.
+// NAPT gives this source address to packets of hosts that are not pods.
 func (m *podMap) natAddr() addr { return m.to.net }
 
-// mapOut returns the address under which the peer sees our pod a. The network address of the
-// prefix is not a pod: NAPT translates it, because replies to it would look like replies to a
-// NAPT flow.
+// mapOut returns the address under which the peer sees our pod with address a. It does not map the
+// network address of the prefix. Replies to this address would look like replies to a NAPT flow, so
+// NAPT translates it.
 func (m *podMap) mapOut(a addr) (addr, bool) {
 	if !m.ok || !m.from.contains(a) || a == m.from.net && !m.single {
 		return addr{}, false
@@ -142,7 +143,7 @@ func (r *rule) isExternal(a addr) bool {
 	return false
 }
 
-// isRemote reports whether a is an address of the peer, and whether it is one of the peer's
+// isRemote reports whether the address a belongs to the peer, and whether it belongs to the peer's
 // pods.
 func (r *rule) isRemote(a addr) (remote, pods bool) {
 	for _, p := range r.remotes { // the prefixes never overlap
@@ -153,8 +154,8 @@ func (r *rule) isRemote(a addr) (remote, pods bool) {
 	return false, false
 }
 
-// guardsGateway reports whether r forbids a TCP connection because it goes to the peer's gateway,
-// but not from ours. Only a gateway may connect to a gateway.
+// guardsGateway reports whether r forbids a TCP connection because it goes to the peer's gateway
+// and does not come from our gateway. Only a gateway may connect to a gateway.
 func (r *rule) guardsGateway(proto uint8, local, peer addr) bool {
 	return peer == r.theirs && proto == packet.TCP && local != r.self[local.family()]
 }
@@ -174,8 +175,8 @@ func (r *rule) permits(kind flowKind, proto uint8, local, mapped, peer addr) boo
 	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()]) && !r.guardsGateway(proto, local, peer)
 }
 
-// compile builds the table for peers. state returns the PeerState of an ID. The error names
-// every peer and rule at fault.
+// compile builds the rule table for all peers. The function state returns the PeerState of an ID.
+// The error names every peer and rule at fault.
 func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*ruleTable, error) {
 	var errs []error
 	ids := map[string]bool{}
@@ -219,8 +220,8 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	return t, nil
 }
 
-// owner returns the name of the first network in peers that overlaps p. The name is for an error
-// about p, which is a network of the last peer.
+// p is a network of the last of the peers. owner describes the first network in peers that overlaps
+// p, for an error about p.
 func owner(peers []Peer, p netip.Prefix) string {
 	for _, other := range peers {
 		for _, net := range slices.Concat(other.RemotePods, other.RemoteExternal) {
@@ -237,8 +238,8 @@ func (t *ruleTable) find(id string) (at int, found bool) {
 	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
 }
 
-// specs returns the rules of all peers after a change: it adds or replaces the rules in changed,
-// and leaves out those of the peers in removed.
+// specs returns the rules of all peers after a change: with the rules in changed, and without those
+// of the peers in removed.
 func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	out := make(map[string]bool, len(changed)+len(removed))
 	for _, id := range removed {
@@ -256,11 +257,11 @@ func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	return append(all, changed...)
 }
 
-// changedCopy returns a copy of t after a change: it adds or replaces the rules in changed, and
-// leaves out those of the peers in removed. The copy equals the table that compile would build from
-// all peers. The time for this depends only on the size of the change, except for copies of memory
-// and for the IPv6 networks. changedCopy returns nil if the caller must compile: on an error, or if
-// remotes4 needs a new table.
+// changedCopy returns a copy of t after a change: with the rules in changed, and without those of
+// the peers in removed. The copy equals the table that compile would build from all peers. Apart
+// from copies of memory and the IPv6 networks, the time depends only on the size of the change. If
+// the rules have an error, or remotes4 needs a new table, changedCopy returns nil. The caller must
+// then call compile.
 func (t *ruleTable) changedCopy(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
@@ -280,7 +281,7 @@ func (t *ruleTable) changedCopy(changed []Peer, removed []string, self [2]addr, 
 		}
 		remove(changed[i].ID)
 	}
-	for _, r := range out { // before the new networks are added, because a network may move from one peer to another
+	for _, r := range out { // removed before the new networks are added, because a network may move from one peer to another
 		for _, net := range r.remotePrefixes() {
 			next.taken = next.taken.DeletePersist(net)
 		}
@@ -455,7 +456,7 @@ func (r *rule) remotePrefixes() []netip.Prefix {
 	return slices.Concat(r.spec.RemotePods, r.spec.RemoteExternal)
 }
 
-// add4 adds the IPv4 networks of r. It reports whether r also has IPv6 networks.
+// add4 adds the IPv4 networks of r. It returns true if r also has IPv6 networks.
 func (t *ruleTable) add4(r *rule) (six bool) {
 	r.eachNetwork(func(net netip.Prefix, to *remote) {
 		if net.Addr().Is4() {
@@ -482,12 +483,11 @@ func (t *ruleTable) add6() {
 	t.remotes6 = newRemotes6(six)
 }
 
-// eachNetwork calls insert with each network of the peer and the entry for that network's
-// addresses.
+// eachNetwork calls insert with each network of the peer, and with the entry for its addresses.
 func (r *rule) eachNetwork(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
 	general := r.guarded || len(r.endpoints) > 0 // the fast path must not use a 1:1 map
-	if m := &r.pods[0]; m.ok && !general {       // a /32 needs no check here: its only address is the network address, for which the fast path has no map
+	if m := &r.pods[0]; m.ok && !general {       // a /32 needs no check here: its only address is the network address, which maps never accepts
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}
 	}

@@ -8,7 +8,7 @@ import (
 )
 
 // Stats is a snapshot for metrics and status. The engine reads the numbers one after the other, so
-// they may be inconsistent.
+// they may contradict each other.
 type Stats struct {
 	Flows, MaxFlows int
 	Bytes           int         // memory of flow tables, NAPT mappings and held fragments
@@ -23,7 +23,7 @@ type PeerStats struct {
 	Flows, MaxFlows int
 	MaxFlowsPerHost int
 	HalfOpen        int // half-open flows at the last Sweep; they may be evicted at a bound
-	Hosts           int // hosts with a flow: ours behind the NAPT address, the peer's with flows to mapped endpoints
+	Hosts           int // hosts with a flow: our hosts behind the NAPT address, and the peer's hosts with flows to mapped endpoints
 	HostsAtQuota    int // hosts that have reached MaxFlowsPerHost
 	Mappings        int // ports and ICMP ids in use at the NAPT addresses
 	Ports           [6]PortUse
@@ -32,8 +32,9 @@ type PeerStats struct {
 	Bytes           int // octets of memory
 
 	MTU int // largest packet towards the peer in octets, 0 for no bound
-	// Numbers of packets so far that were too big: answered by an ICMP error (ErrorsSent), not
-	// answered because of the rate limit (ErrorsLimited), and cut into fragments (Fragmented).
+	// Numbers of packets so far that were too big. ErrorsSent were answered by an ICMP error,
+	// ErrorsLimited were not answered because of the rate limit, and Fragmented were cut into
+	// fragments.
 	ErrorsSent, ErrorsLimited, Fragmented uint64
 	// Numbers of flows so far: opened (Created), ended as FlowExpired or FlowReplaced (Expired),
 	// ended as FlowEvicted (Evicted), and ended as FlowPurged (Purged).
@@ -62,7 +63,7 @@ func (n *napt) portUse() (uses [6]PortUse) {
 	return uses
 }
 
-// Config returns the configuration in force, including its defaults.
+// Config returns the configuration in force, with defaults in place of zero fields.
 func (e *Engine) Config() Config { return e.config }
 
 // Peers returns the peers in force, sorted by ID.
@@ -141,11 +142,11 @@ type FlowInfo struct {
 	Mapped     netip.AddrPort // our end as the peer sees it
 	Remote     netip.AddrPort // the peer's end as we see it; the port is 0 for an ICMP query
 	State      string         // "half-open", "established", "closing"
-	Idle, Left time.Duration  // since the last packet and until the timeout, both at the time of the last Sweep
+	Idle, Left time.Duration  // time since the last packet, and time until the timeout, both as of the last Sweep
 }
 
 // Flows returns up to limit flows, peer by peer. The order of a peer's flows is undefined. Flows
-// takes no lock, so a flow that begins or ends at that moment may be missing.
+// takes no lock, so a flow that begins or ends during the call may be missing.
 func (e *Engine) Flows(limit int) []FlowInfo {
 	now := tick(e.swept.Load())
 	var flows []FlowInfo

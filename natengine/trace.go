@@ -44,7 +44,7 @@ func protoName(p uint8) string {
 	return fmt.Sprintf("proto %d", p)
 }
 
-// Trace describes, for people, the engine's decision about a packet and the reasons for it.
+// Trace describes the engine's decision about a packet, and the reasons, for people.
 type Trace struct {
 	Direction Direction
 	Peer      string // "" if no peer has the address
@@ -86,7 +86,7 @@ func (t Trace) String() string {
 // Trace returns the decision that Outbound or Inbound would make about the packet. It works on a
 // copy and always takes the general path. It changes neither the packet nor a flow, a counter or a
 // port. If a new NAPT flow cannot keep its port, the port in After is only an example. v must be a
-// single packet, not the View of a packet.Run with several.
+// single packet, not the View of a packet.Run with several packets.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before
@@ -164,8 +164,8 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview returns the result that enter would have, for a trace, and changes nothing. It ignores
-// the expired flows in stale. The caller holds mu.
+// preview is enter for a trace: it returns the same result and changes nothing. It ignores the
+// expired flows in stale. The caller holds mu.
 func (o *opening) preview(t *flowTable, room room, quota int64, stale []uint32) (match, Drop) {
 	o.tr.Flow = "new"
 	o.tr.describe(o.kind, o.local, o.mapped)
@@ -191,7 +191,7 @@ func (o *opening) preview(t *flowTable, room room, quota int64, stale []uint32) 
 			if evicts = t.evictable(nil, waitingFor(o.class, o.local.family(), o.k.nearPort(o.dir)), stale); !evicts {
 				return match{}, DropPortsExhausted
 			}
-			port = o.k.nearPort(o.dir) // only an example, because a real packet would get the port that the eviction frees
+			port = o.k.nearPort(o.dir) // only an example: a real packet would get the port that the eviction frees
 		}
 	}
 	if !evicts && (room != roomFree || flows >= quota) && (room == roomElsewhere && flows < quota || !t.evictable(nil, allWaiting, stale)) {

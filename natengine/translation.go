@@ -12,7 +12,7 @@ type translation struct {
 	now  tick
 	near addr   // our end of the packet before translation
 	far  addr   // the peer's end
-	tr   *Trace // the trace to fill, or nil; with a trace, v is a copy, and nothing but v and tr may change
+	tr   *Trace // the trace to fill, or nil; with a trace, v is a copy, and only v and tr may change
 }
 
 // outbound is the general path of a packet to the tunnel. r is the remote of its destination, or
@@ -50,10 +50,10 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 	return c.place(c.flowOut(m, seen))
 }
 
-// flowOut finds or opens the flow of an outbound packet and returns its new source. A reply of a
-// mapped endpoint gets the address that the peer used. A pod without a flow gets podSeen, to which
-// the prefix map translates its address. Every other source gets the NAPT address. podSeen is zero
-// if the source is not a pod.
+// flowOut finds or opens the flow of an outbound packet and returns its new source. podSeen is the
+// address to which the prefix map translates the source, or zero if the source is not a pod. A
+// reply of a mapped endpoint gets the address that the peer used. A packet of a pod without a flow
+// gets podSeen. Every other packet gets the NAPT address.
 func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -80,19 +80,19 @@ func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop 
 		return addr{}, samePort, DropSource // the peer reaches no pods of ours in this family, so there is no NAPT address
 	}
 	if c.midConnection() && c.r.rule.isTarget(c.near) {
-		return addr{}, samePort, DropNoFlow // the flow is lost; the client would not accept the NAPT address as the source
+		return addr{}, samePort, DropNoFlow // the flow no longer exists; the client would not accept the NAPT address as the source
 	}
 	return c.begin(naptFlow, &k, m.natAddr())
 }
 
-// midConnection reports whether the packet is a TCP segment, but not the SYN that opens a
+// midConnection reports whether the packet is a TCP segment other than the SYN that opens a
 // connection.
 func (c *translation) midConnection() bool {
 	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
 
-// inbound is the general path of a packet from the tunnel. r is the remote of its source, or
-// nil. tr is as for outbound.
+// inbound is the general path of a packet from the tunnel. r is the remote of its source, or nil.
+// tr has the same meaning as for outbound.
 func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := translation{e: e, v: v, r: r, dir: Inbound, now: now, near: destination(v), far: source(v), tr: tr}
 	switch {
@@ -119,9 +119,9 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	return c.place(c.flowIn(local, endpoint))
 }
 
-// reach finds the target of an inbound packet: a pod by the prefix map, or a mapped endpoint. If
-// the destination is the NAPT address, it returns no target and no drop, because such a packet
-// needs a flow.
+// reach finds the target of an inbound packet: a pod to which the prefix map leads, or a mapped
+// endpoint. If the destination is the NAPT address, it returns no target and no drop, because such
+// a packet needs a flow.
 func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	r, dst := c.r.rule, c.near
 	m := &r.pods[dst.family()]
@@ -139,15 +139,15 @@ func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	return local, pod, endpoint, drop
 }
 
-// offLimits reports whether a prefix map must not translate to a. The in-process endpoint is
-// reachable only as a mapped endpoint.
+// offLimits reports whether the address a is forbidden as the result of a prefix map. The
+// in-process endpoint is reachable only as a mapped endpoint.
 func (e *Engine) offLimits(a addr, is4 bool) bool {
 	return unreachable(a, is4) || a == e.self[a.family()]
 }
 
 // flowIn finds or opens the flow of an inbound packet and returns its new destination. pod and
-// endpoint are the results of reach, or zero. A pod receives packets without a flow. Only the pods
-// of the peer may open a flow to an endpoint (docs/liqo-v0.md, section 7.3).
+// endpoint are the results of reach, or zero. Packets to a pod need no flow. Only the pods of the
+// peer may open a flow to an endpoint (docs/liqo-v0.md, section 7.3).
 func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -166,12 +166,13 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 	return c.begin(endpointFlow, &k, endpoint)
 }
 
-// endReplaced ends a flow to a mapped address of the pod if the flow's client now uses the pod's
-// own address from the same port. At the pod, packets to either address have the same tuple, so an
-// answer of the pod does not show which of them the client used. Therefore an answer leaves from
-// the address that the client used last. Only a packet that may open a flow ends another flow. A
-// TCP segment after the first SYN ends only a half-open flow, because it may be a late segment of
-// an earlier connection.
+// A client of the peer may reach the pod by the prefix map, and also as a mapped endpoint. At the
+// pod, packets to both addresses have the same tuple, so an answer of the pod does not show which
+// address the client used. Therefore an answer gets the address that the client used last as its
+// source. endReplaced ends a flow to the mapped endpoint if its client now reaches the pod by the
+// prefix map, from the same port. Only a packet that may open a flow ends another flow. A TCP
+// segment after the first SYN ends only a half-open flow, because it may be a late segment of an
+// earlier connection.
 func (c *translation) endReplaced(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
@@ -191,8 +192,8 @@ func (c *translation) endReplaced(pod addr) {
 	}
 }
 
-// key returns the key of the packet. ok is false for an ICMP message other than a query: it
-// has no identifier to match a flow by.
+// key returns the key of the packet. ok is false for an ICMP message other than a query, because it
+// has no identifier and matches no flow.
 func (c *translation) key() (k key, ok bool) {
 	v := c.v
 	var nearPort, remotePort uint16
@@ -230,8 +231,8 @@ func (c *translation) touch(f *match) (to addr, port int, drop Drop) {
 	return f.other, int(f.otherPort(c.dir)), DropNone
 }
 
-// begin opens a flow for the packet and returns the address and port that replace our end; the
-// address is other. For a packet that may not open a flow it returns the reason to drop it.
+// begin opens a flow for the packet, and returns the address and port that replace our end. The
+// address is other. If the packet may not open a flow, begin returns the reason to drop the packet.
 func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
 	if drop := begins(c.v); drop != DropNone {
 		return addr{}, samePort, drop

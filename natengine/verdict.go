@@ -51,9 +51,9 @@ type Verdict struct {
 }
 
 // Released returns further fragments of the packet's datagram. The caller must apply the same
-// Action to them, after the packet itself. Outbound, they waited for the first fragment.
-// Inbound, they are the rest of an IPv6 datagram that was joined and fragmented again. Each is
-// a whole, rewritten IP packet that the caller owns.
+// Action to them, after the packet itself. Outbound, these fragments waited for the first fragment.
+// Inbound, they are the rest of an IPv6 datagram that was joined and fragmented again. Each is a
+// whole, rewritten IP packet that the caller owns.
 func (v Verdict) Released() [][]byte {
 	if v.released == nil {
 		return nil
@@ -76,20 +76,20 @@ const (
 	// Packets that no rule permits; the default is to deny.
 	DropNoPeer      // no peer has the destination (outbound) or the source (inbound)
 	DropPeerDown    // the peer has no WireGuard session
-	DropSource      // outbound: martian source; inbound: source that is not the peer's, or that no peer may have
+	DropSource      // outbound: martian source; inbound: source that does not belong to the peer, or that no peer may have
 	DropDestination // inbound: neither in our PodCIDR as the peer sees it nor a mapped address
 	DropNoMapping   // inbound: address of the ExternalCIDR that is not mapped for this peer
 	DropNoFlow      // no known flow, and the packet cannot begin one (TCP RST, ICMP reply, packet to the NAPT address)
 
-	// Packets that the state of flows and fragments, or one of its bounds, does not permit.
+	// Packets that contradict the known flows or fragments, or exceed a bound.
 	DropPortsExhausted    // no free port or ICMP identifier towards this peer, and no half-open flow to evict
 	DropFlowTableFull     // flow bound reached and no flow may be evicted
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
 	DropFlowClash         // another flow already has the tuple
 	DropFragmentStoreFull // fragment bound reached
-	DropFragmentTimeout   // held until the timeout, because the rest of the datagram (outbound: its first fragment) did not arrive
-	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or reports an ICMP error
-	DropProtocol          // protocol without ports that another host already uses with the same remote address, or ICMPv6 that must not leave its link
+	DropFragmentTimeout   // fragment held until the timeout; outbound: the first fragment did not arrive; inbound: other fragments did not arrive
+	DropICMPError         // ICMP error that is damaged, matches no flow or rule, or is about another ICMP error
+	DropProtocol          // protocol without ports that another host already uses with the same remote address, or ICMPv6 message that must not leave its link
 
 	// Drops that the gateway counts, before or after the engine.
 	DropVirtioHeader  // the virtio-net header contradicts its packet
@@ -115,7 +115,7 @@ const (
 	DropReceiveQueue     // inbound: the queue of the peer, or of messages without a peer, was full
 	DropSocketBuffer     // inbound: dropped by the kernel because the UDP socket was full; the peer is not known
 	DropHandshakeKey     // inbound: a handshake message for another public key; the peer is not known
-	DropHandshakeRefused // inbound: a handshake message that is replayed, from an unknown key, or an unexpected answer
+	DropHandshakeRefused // inbound: a handshake message that is replayed, comes from an unknown key, or answers no handshake of ours
 
 	numDrops
 )

@@ -1,15 +1,15 @@
 // Package routeagent applies the result of fabric.NodeFor on one node of a cluster: the VXLAN
 // device between the nodes, and the routes and rules that send packets of pods to the gateway and
 // replies back on the same path. It also reports to the manager which networks the node reaches
-// without the tunnel, and which networks of peers the node refuses.
+// without the tunnel, and for which networks of peers the node refuses packets.
 //
 //	Nodes, Pods, TunnelEndpoints, NetworkAllocations ─► fabric.NodeIntent
 //	fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
 //	                                         netlink events ─┘ (compare again)
 //
-// An agent owns the kernel objects of kernel.RouteAgent in its network namespace, where only one
-// agent is active at a time. The kernel has the only record of the applied state. After an agent is
-// killed, the next agent finds all objects in place and changes nothing.
+// An agent owns the kernel objects of kernel.RouteAgent in its network namespace. Only one agent at
+// a time is active in a namespace. The applied state is recorded only in the kernel. So if an agent
+// is killed, the next one finds all objects in place and changes nothing.
 package routeagent
 
 import (
@@ -31,21 +31,22 @@ import (
 
 // Intervals at which the agent compares the kernel's state with the desired state.
 const (
-	compareGap    = 100 * time.Millisecond // minimum time between two comparisons, because events come in bursts
+	compareGap    = 100 * time.Millisecond // minimum time between two comparisons, because the kernel reports events in bursts
 	retryInterval = time.Second            // after a failure
-	busyInterval  = 100 * time.Millisecond // while other programs change iptables-legacy, or nftables
-	// limitsInterval is the time between reads of foreign rules, whose changes cause no events.
+	busyInterval  = 100 * time.Millisecond // while other programs change iptables-legacy or nftables
+	// limitsInterval is the time between reads of foreign rules. Changes of these rules cause no
+	// events.
 	limitsInterval = 9 * time.Second
 )
 
 // compareInterval is the time between comparisons if there are no events. Only tests change it.
 var compareInterval = 10 * time.Second
 
-// A Source calls deliver with the complete intent, and with the problems of the API objects from
-// which it was read: first when all objects have been read, and again after every change. It never
-// delivers an incomplete intent, and its calls of deliver never overlap. The agent sets Self,
-// Allocated, and the fields that only an agent on the node can find out. A Source returns when ctx
-// ends, or with an error when it cannot continue.
+// A Source reads API objects, and calls deliver with the complete intent and with the problems of
+// these objects. The first call comes when all objects have been read, and another call after every
+// change. An intent is never incomplete, and calls of deliver never overlap. The agent itself sets
+// Self, Allocated, and the fields that only an agent on the node can determine. A Source returns
+// when ctx ends, or with an error when it cannot continue.
 type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
 
 // Options are the options of Run.
@@ -57,14 +58,14 @@ type Options struct {
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: not served
 	StatusAddress  string // TCP host:port of /status; empty: not served
 	StateDirectory string // directory of the snapshot; empty: the agent keeps no snapshot
-	// ReportNetworks stores which networks the node reaches without the tunnel, for the manager. It
-	// may be nil. It is never called concurrently.
+	// ReportNetworks stores a report for the manager: the networks that the node reaches without
+	// the tunnel. It may be nil. It is never called concurrently.
 	ReportNetworks func(context.Context, fabric.NodeNetworks) error
 	// ReportRefused adds a resourceVersion to the report that ReportNetworks stored: the node
 	// refuses packets for all networks in NetworkAllocations up to this version. It may be nil. It
 	// is never called concurrently.
 	ReportRefused func(context.Context, int64) error
-	// ReportReady stores the reason why the node is not ready, for users. "" means that the node is
+	// ReportReady publishes the reason why the node is not ready, for users; "" means that it is
 	// ready. It may be nil. It is called once a second, and never concurrently.
 	ReportReady func(ctx context.Context, problem string) error
 	Voter       Voter  // nil: the node does not vote on which gateway is active
@@ -78,24 +79,24 @@ type Options struct {
 // A Voter casts the node's vote on which gateway is active.
 type Voter interface {
 	Run(ctx context.Context)
-	// Err returns the reason why the node does not vote although it should, or nil. Err and Refused
-	// may be called while Run runs.
+	// Err returns the reason why the node cannot vote. It is nil if the node votes, or need not
+	// vote. Err and Refused may be called while Run runs.
 	Err() error
-	// Refused returns how many datagrams were read and refused, and how many the kernel dropped
-	// unread because too many came.
+	// Refused returns how many datagrams the voter has read and refused, and how many the kernel
+	// has dropped unread because there were too many.
 	Refused() (read, unread uint64)
 }
 
 // Run applies the source's state to the network namespace of the process until ctx ends, and then
-// returns nil. It leaves the kernel's objects in place, so that no packet for a remote network
-// bypasses the tunnel while no agent runs; Cleanup removes them. Until the source delivers for the
-// first time, the objects of the previous agent stay in force. Run also refuses the networks in the
-// snapshot, which survives a reboot, unlike these objects. If the source fails, Run returns its
-// error.
+// returns nil. When Run returns, the kernel objects stay in place, so that no packet for a remote
+// network bypasses the tunnel while no agent runs; Cleanup removes the objects. At the start, the
+// objects of the previous agent stay in force until the source delivers for the first time. After a
+// reboot there are no such objects, so Run also refuses packets for the networks in the snapshot.
+// If the source fails, Run returns the error of the source.
 //
 // While another agent runs in the namespace, Run only reads from the source: it neither changes the
-// kernel nor listens at an address. Run takes over as soon as that agent ends, so an upgrade leaves
-// no node without an agent.
+// kernel nor listens at an address. Run takes over as soon as the other agent ends, so there is
+// always an agent during an upgrade.
 func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -134,7 +135,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer k.Close()
-	defer source.Wait() // before k.Close, because these goroutines use the kernel
+	defer source.Wait() // before k.Close, because the goroutines in source use k
 	defer cancel()
 	l := a.newLoop(k)
 	if err := l.restore(k.Refused); err != nil {
@@ -174,8 +175,8 @@ func Run(ctx context.Context, o Options) error {
 
 // follow calls open, which waits until the agent that already runs in the namespace has ended. If
 // the source fails, follow cancels open and returns the source's error. It also puts the error back
-// into the buffered channel failed, so that the caller gets the error even if open succeeds at the
-// same moment.
+// into the buffered channel failed. So the caller gets the error even if open succeeds at the same
+// moment.
 func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})
@@ -201,7 +202,7 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 	return k, err
 }
 
-// agent is one call of Run: it passes intents to a loop, and publishes and reports the results.
+// agent is the state of one call of Run. It passes intents to a loop, and reports the results.
 type agent struct {
 	opts    Options
 	log     *slog.Logger
@@ -209,8 +210,8 @@ type agent struct {
 
 	wake     chan struct{} // requests a comparison
 	urgent   chan struct{} // requests a comparison without compareGap: networks or gateways of peers have changed
-	moved    chan struct{} // the node's report may have changed
-	refusing chan struct{} // the refused networks may have changed
+	moved    chan struct{} // the content of the node's report may have changed
+	refusing chan struct{} // the content of ReportRefused may have changed
 	manages  atomic.Bool   // this agent manages the kernel's objects, and no other agent does
 	events   atomic.Bool   // the kernel has reported changes
 
@@ -255,7 +256,8 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 
 func (a *agent) notify() { set(a.wake) }
 
-// handleEvent handles an event of the kernel: the next comparison also probes the paths again.
+// handleEvent handles an event of the kernel. It requests a comparison that also probes the paths
+// again.
 func (a *agent) handleEvent() {
 	a.events.Store(true)
 	a.notify()
@@ -283,7 +285,7 @@ func (a *agent) run(ctx context.Context, l *loop, failed <-chan error) error {
 		case <-timer.C:
 		}
 		select {
-		case <-a.urgent: // the comparison below handles this, too
+		case <-a.urgent: // the comparison below also handles this request
 		default:
 		}
 		switch {
@@ -320,7 +322,7 @@ func (a *agent) compare(l *loop) bool {
 	a.state = now
 	a.mu.Unlock()
 	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
-		set(a.moved) // the report contains this result, and the first report is delayed until there is one
+		set(a.moved) // the report contains this result; the first report waits for it
 	}
 	return ok
 }

@@ -9,23 +9,23 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// allocations are the networks of peers that an agent refuses. A network stays in the list until
-// each NetworkAllocation that has named it has freed it with a higher revision. If an object is
-// missing, edited or restored from a backup, this frees none of its networks, because it does not
+// allocations are the networks of peers for which an agent refuses packets. A network stays in the
+// list until each NetworkAllocation that has named it has freed it with a higher revision. If an
+// object is deleted, edited or restored from a backup, its networks stay, because this does not
 // show that a peering has ended.
 type allocations struct {
-	// known has the networks that objects have named and not freed since, sorted, each with the
-	// highest revision that named it.
+	// known has the networks that objects have named and not freed since. Each network has the
+	// highest revision in which it was named. The list is sorted.
 	known    []fabric.Allocation
 	networks []netip.Prefix // the networks in known
 }
 
-// unknownRevision is the revision of a network that a previous agent refused, if no snapshot has
-// the object that named the network. The method read replaces it by the highest revision in the
-// current objects. Then any object can free the network with a higher revision.
+// If a previous agent refused a network, and no snapshot has the object that named it, the network
+// has the revision unknownRevision. The method read replaces this by the highest revision in the
+// current objects. From then on, any object can free the network with a higher revision.
 const unknownRevision = 0
 
-// hold adds networks that a previous agent refused.
+// hold adds networks for which a previous agent refused packets.
 func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.known, all)) }
 
 func (g *allocations) take(known []fabric.Allocation) {
@@ -35,8 +35,8 @@ func (g *allocations) take(known []fabric.Allocation) {
 	}
 }
 
-// read applies the NetworkAllocations. It returns a Problem if the agent refuses networks that
-// these objects neither name nor free.
+// read applies the NetworkAllocations. It returns a Problem if known contains networks that these
+// objects neither name nor free.
 func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 	all := slices.Clone(now.Named)
 	var lacking []string
@@ -68,8 +68,8 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 		"%s: the named object no longer has these networks, and has not freed them, so the node still refuses them outside of the tunnel; restore them, or add them to spec.freed of that object, with the current time in milliseconds as revision", some)}}
 }
 
-// freed reports whether list frees the network of an allocation with a higher revision. If the
-// allocation has an Object, only an entry of the same Object counts.
+// freed reports whether list contains the network of allocation with a higher revision than that of
+// allocation. If allocation has an Object, only entries of the same Object count.
 func freed(allocation fabric.Allocation, list []fabric.Allocation) bool {
 	for _, f := range startingAt(list, allocation.Network) {
 		if f.Network != allocation.Network {
@@ -82,7 +82,7 @@ func freed(allocation fabric.Allocation, list []fabric.Allocation) bool {
 	return false
 }
 
-// startingAt returns the rest of a sorted list, starting at network p.
+// startingAt returns the entries of a sorted list from network p on.
 func startingAt(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
 	at, _ := slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
 	return list[at:]

@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// manyPaths is the maximum number of destinations of outer packets that are probed after each
-// event. If there are more, they are probed only every limitsInterval.
+// If there are more than manyPaths destinations of outer packets, their paths are not probed after
+// each event, but only every limitsInterval.
 const manyPaths = 100
 
 // pathCache caches the paths of outer packets.
@@ -32,10 +32,11 @@ type pathCache struct {
 }
 
 // underlay returns the devices of the underlay, and the smallest MTU on the paths of outer packets.
-// The devices are the device with the node's address, and those through which the node reaches
-// other nodes. The MTU of the device with the node's address is used only if no path is known: a
-// CNI may have its own overlay with a smaller MTU, and the address may be on lo. If refresh is
-// false and the addresses have not changed, underlay returns the cached result.
+// The devices are the one with the node's address, and those through which the node reaches other
+// nodes. If no path is known, underlay returns the MTU of the device with the node's address.
+// Otherwise this MTU is not used: a CNI may have its own overlay with a smaller MTU, and the
+// address may be on lo. If refresh is false and the addresses have not changed, underlay returns
+// the cached result.
 func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, refresh bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
 	w := &l.paths
@@ -58,14 +59,14 @@ func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, refresh bool) ([]s
 	}
 	w.at, w.own, w.outer, w.nodes, w.devices, w.mtu = time.Now(), own, outer, nodes, devices, cmp.Or(least, mtu)
 	if err != nil {
-		w.own = netip.Addr{} // probe again next time
+		w.own = netip.Addr{} // makes the next call probe again
 	}
 	return w.devices, w.mtu, err
 }
 
-// bridges returns the bridges through which our node reaches gateways' Pods, on this node or
-// another, and the ports of these bridges that lead to other nodes. If refresh is false and the
-// gateways have not changed, it returns the cached result.
+// bridges returns the bridges through which our node reaches gateways' Pods on any node. It also
+// returns the ports of these bridges that lead to other nodes. If refresh is false and the gateways
+// have not changed, it returns the cached result.
 func (l *loop) bridges(in fabric.NodeIntent, refresh bool) (names, uplinks []string) {
 	w, gateways := &l.paths, in.Senders()
 	if !refresh && slices.Equal(w.gateways, gateways) {
@@ -85,8 +86,9 @@ func (l *loop) bridges(in fabric.NodeIntent, refresh bool) (names, uplinks []str
 	return names, uplinks
 }
 
-// refuseNew refuses new networks before the rest of the state is applied. Applying the packet
-// filter alone takes 10 ms, and pods may already send packets to the networks.
+// refuseNew adds the routes and rules that refuse packets for new networks, before the rest of the
+// state is applied. Pods may already send packets to these networks, and applying the packet filter
+// alone takes 10 ms.
 func (l *loop) refuseNew(refused []netip.Prefix) (added []netip.Prefix, changes kernel.Plan, err error) {
 	added, _, _ = diff.Of(l.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
 	if len(added) > 0 {
@@ -99,7 +101,7 @@ func (l *loop) refuseNew(refused []netip.Prefix) (added []netip.Prefix, changes 
 }
 
 // forwards returns an error if the node does not forward packets at all. The agent does not change
-// that setting, which belongs to the node's owner or the CNI.
+// this setting, because it belongs to the owner of the node or to the CNI.
 func forwards() error {
 	b, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 	if err != nil {
@@ -115,9 +117,9 @@ func forwards() error {
 // Successive calls go through all networks.
 const manyNetworks = 16
 
-// findDiverted reports one network of a peer for which a foreign rule or route diverts packets from
-// our routes. Our packet filter drops these packets. Unless refresh is true, it checks only the
-// networks in added.
+// findDiverted searches for a network of a peer for which a foreign rule or route diverts packets
+// from our routes, and reports the first one. Our packet filter drops these packets. Unless refresh
+// is true, it checks only the networks in added.
 func (l *loop) findDiverted(self string, refresh bool, added []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
 		return slices.BinarySearchFunc(l.decided.refused, p, netip.Prefix.Compare)
@@ -129,7 +131,7 @@ func (l *loop) findDiverted(self string, refresh bool, added []netip.Prefix) []f
 	diverts := func(p netip.Prefix) bool {
 		if p.Addr().Is4() && p.Bits() <= 30 {
 			name, err := l.kernel.DeviceTo(p.Addr().Next(), names)
-			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means that the kernel refuses packets to this network
+			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // on an error, the kernel refuses packets to this network
 				l.diverted, l.divertedTo = p, name
 			}
 		}
@@ -159,7 +161,7 @@ func (l *loop) findDiverted(self string, refresh bool, added []netip.Prefix) []f
 		l.diverted, l.divertedTo, kernel.RefuseRulePriority)}}
 }
 
-// nowhere is an address that only the default route should match (TEST-NET-1, RFC 5737).
+// nowhere is an address to which only the default route should lead (TEST-NET-1, RFC 5737).
 var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
 // reach caches whether other nodes can reach a gateway's Pod on this node.
@@ -169,9 +171,9 @@ type reach struct {
 	limits    []kernel.Limit
 }
 
-// limits returns the restrictions that rules of other programs cause. If there are no peers, there
-// are no restrictions. It returns the cached result unless refresh is true, an input has changed,
-// or no pod of another node is known.
+// limits returns the restrictions that rules of other programs cause. Without peers, there are no
+// restrictions. The result is cached. limits computes it again if refresh is true, if an input has
+// changed, or if the address of a pod of another node is unknown.
 func (l *loop) limits(node kernel.State, in fabric.NodeIntent, refresh bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		l.reach = reach{}
@@ -184,9 +186,9 @@ func (l *loop) limits(node kernel.State, in fabric.NodeIntent, refresh bool) []k
 	return append(l.kernel.Limits(node.SourceNAT[0], refresh), l.reach.limits...)
 }
 
-// withFiles updates the Limits about the node's snapshot and the node's vote. Traffic does not
-// depend on these: the snapshot is for a boot without an API server, and a gateway needs only the
-// votes of most nodes.
+// withFiles updates the Limits about the node's snapshot and the node's vote. Faults of these do
+// not stop traffic: the node needs the snapshot only to boot without an API server, and a gateway
+// needs only the votes of a majority of nodes.
 func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
 		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote
@@ -205,7 +207,7 @@ func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	return limits
 }
 
-// outOfReach returns a Limit if other nodes cannot reach a gateway's Pod on this node. remotePod is
+// outOfReach returns a Limit if other nodes cannot reach gateways' Pods on this node. remotePod is
 // an address that only a pod of another node can have.
 func (l *loop) outOfReach(remotePod netip.Addr, in fabric.NodeIntent) []kernel.Limit {
 	if !remotePod.IsValid() {

@@ -31,14 +31,14 @@ type Status struct {
 	Version  string    `json:"version"`
 	Ready    bool      `json:"ready"`            // the state is applied and the overlay works
 	Error    string    `json:"error,omitempty"`  // reason why the node is not ready
-	Applied  time.Time `json:"applied,omitzero"` // when the state was last applied completely
+	Applied  time.Time `json:"applied,omitzero"` // time at which the state was last applied completely
 	Problems []string  `json:"problems"`         // invalid objects, and features that foreign rules break
 	Commands string    `json:"commands"`         // the desired state as commands, one per line
 
 	// Dropped is how many packets the packet filter of the node has dropped, by reason
 	// (kernel.DropReasons).
 	Dropped map[string]uint64 `json:"dropped,omitempty"`
-	Overlay *OverlayStatus    `json:"overlay,omitempty"` // path to the active gateway, if any
+	Overlay *OverlayStatus    `json:"overlay,omitempty"` // path to the active gateway; absent if there is none
 }
 
 // ready returns nil if the desired state is applied.
@@ -49,7 +49,7 @@ func (s state) ready() error {
 	return s.err
 }
 
-// ready returns the known reason why pods of the node might be unable to reach peers, or nil.
+// ready returns nil unless there is a known reason why pods of the node might not reach peers.
 func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err
@@ -69,7 +69,7 @@ func (a *agent) status() Status {
 	}
 	if o := a.lastOverlay(); o.Gateway.IsValid() {
 		s.Overlay = &o
-		if !o.Broken && o.Back.Broken { // not a failure of the node, because the peers may be the cause
+		if !o.Broken && o.Back.Broken { // packets only from the gateway are lost: not a failure of the node, because the peers may be the cause
 			s.Problems = append(s.Problems, o.problem())
 		}
 	}
@@ -80,7 +80,7 @@ func (a *agent) status() Status {
 	for _, l := range now.limits {
 		s.Problems = append(s.Problems, l.Reason+": "+l.Message)
 	}
-	if report.err != nil { // only a problem, because traffic does not depend on the report
+	if report.err != nil { // this does not make the node unready, because traffic does not depend on the report
 		s.Problems = append(s.Problems, kubeerr.Plain("the API server", report.err).Error())
 	}
 	var err error
@@ -90,7 +90,7 @@ func (a *agent) status() Status {
 	return s
 }
 
-// listen opens the sockets, so that an invalid address is an error at the start. The servers answer
+// listen opens the sockets, so that an invalid address is an error at the start. The servers run
 // until they are closed.
 func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
@@ -127,11 +127,11 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// startedSocket returns the name of the abstract Unix socket at which the agent of a Pod answers
-// Started.
+// startedSocket returns the name of the abstract Unix socket to which Started connects, to query
+// the agent of a Pod.
 func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
 
-// serveStarted answers Started until the result is closed.
+// serveStarted answers the queries of Started, until the returned servers are closed.
 func (a *agent) serveStarted() (*httpserve.Servers, error) {
 	s := httpserve.New(a.log)
 	if a.opts.Pod == "" {
@@ -153,9 +153,9 @@ func (a *agent) serveStarted() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// canFollow returns the reason why this agent could not take over from the running agent, or nil.
-// It does not change the kernel, so it misses reasons that only a change would show. As soon as
-// this agent reports that it has started, Kubernetes stops the running agent.
+// As soon as this agent reports that it has started, Kubernetes stops the running agent. canFollow
+// returns nil if this agent could then take over, and otherwise the reason why not. It changes no
+// kernel objects, so it cannot find reasons that only a change would show.
 func (a *agent) canFollow() error {
 	a.mu.Lock()
 	var in fabric.NodeIntent
@@ -184,9 +184,9 @@ func (a *agent) canFollow() error {
 }
 
 // Started returns nil if the agent of a Pod in this network namespace is active, or is ready to
-// take over from the active agent: it has its configuration, and could read the kernel's state.
-// Started is for startup probes. During an upgrade, these cannot use /readyz, which the older agent
-// still serves.
+// take over from the active agent. An agent is ready if it has read its configuration and can read
+// the kernel's state. Startup probes call Started. They cannot use /readyz, because during an
+// upgrade the older agent still serves it.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("$POD_UID is not set; want the UID of this Pod")

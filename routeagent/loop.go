@@ -18,7 +18,7 @@ type loop struct {
 	opts              Options
 	log               *slog.Logger
 	kernel            *rtnl.Kernel
-	onRefused         func(refused int64) // called when the node refuses the networks of NetworkAllocations up to this resourceVersion
+	onRefused         func(refused int64) // called when the node refuses packets for all networks that NetworkAllocations named up to this resourceVersion
 	requestComparison func()
 
 	last        state       // of the last comparison
@@ -28,14 +28,14 @@ type loop struct {
 	allocations allocations // networks of peers
 	decider     fabric.Decider
 	decided     decided
-	refused     []netip.Prefix // networks that the last comparison refused
+	refused     []netip.Prefix // networks for which the last comparison refused packets
 	nextLookup  netip.Prefix   // where findDiverted continues
 	diverted    netip.Prefix   // the network that findDiverted found; zero: none
 	divertedTo  string         // device to which packets for that network go
 	saved       *snapshot      // the snapshot on disk; nil: there is no valid one
 }
 
-// wanted is the newest intent, with related values.
+// wanted holds the newest intent, and values that belong to it.
 type wanted struct {
 	intent   *fabric.NodeIntent // nil: not delivered yet
 	revision int                // of intent, from 1
@@ -47,18 +47,18 @@ type wanted struct {
 type state struct {
 	revision int // revision of the applied intent; 0: none yet
 	node     kernel.State
-	refused  int64 // the node refuses the networks of NetworkAllocations up to this resourceVersion; 0: unknown
+	refused  int64 // the node refuses packets for all networks that NetworkAllocations named up to this resourceVersion; 0: unknown
 	problems []fabric.Problem
 	limits   []kernel.Limit
 	err      error
-	applied  time.Time // when err was last nil
+	applied  time.Time // time at which err was last nil
 }
 
-// decided caches the state computed for an intent, and values on which it depends. The cache is
-// valid until the intent or the agent's findings about its node change.
+// decided caches the state that was computed for an intent, and the values on which the state
+// depends. The cache is valid until the intent changes, or the agent finds a change on its node.
 type decided struct {
 	revision int
-	intent   fabric.NodeIntent // without the agent's findings about its node
+	intent   fabric.NodeIntent // without the values that the agent itself finds on its node
 	refused  []netip.Prefix    // all networks of peers
 	held     []fabric.Problem  // problems of the NetworkAllocations
 
@@ -84,7 +84,7 @@ func (l *loop) read(in fabric.NodeIntent, revision int) {
 }
 
 // decide computes the state of our node, unless nothing has changed since the last call. in is the
-// complete intent, including the agent's findings about its node.
+// complete intent, including the values that the agent itself finds on its node.
 func (l *loop) decide(in fabric.NodeIntent) {
 	d := &l.decided
 	if d.from != nil && slices.Equal(d.from.Routes, in.Routes) && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
@@ -101,8 +101,8 @@ func (l *loop) decide(in fabric.NodeIntent) {
 func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) {
 	before := l.last
 	now := state{revision: want.revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
-	// A new intent alone needs no new probe. Probe also from time to time, because changes of some
-	// foreign routes and rules cause no event.
+	// A new intent alone does not require a probe. Changes of some foreign routes and rules cause
+	// no event, so probe also from time to time.
 	refresh := events || time.Since(l.probed) > limitsInterval || before.err != nil
 	if refresh {
 		l.probed = time.Now()
@@ -128,11 +128,11 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		now.node, now.problems = l.decided.node, slices.Clone(l.decided.problems)
 		added, first, failed := l.refuseNew(l.decided.refused)
 		if failed == nil {
-			if len(added) > 0 { // save the networks before peers rely on the refusal, because the node may boot without an API server
-				_ = l.save(l.decided.refused) // saved again below if this fails
+			if len(added) > 0 { // save the networks before peers use them, because the node may reboot without an API server
+				_ = l.save(l.decided.refused) // if this fails, the code below tries again
 			}
 			now.refused = in.Version
-			l.onRefused(now.refused) // early, because peers wait only for this report
+			l.onRefused(now.refused) // before the rest is applied, because peers wait only for this report
 		}
 		changes, err = l.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)

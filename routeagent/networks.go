@@ -27,13 +27,13 @@ const (
 	// reportSpread times the number of nodes is the maximum random delay of a report. If the
 	// networks of all nodes change at the same time, the delay spreads their reports over time.
 	reportSpread = 2 * time.Millisecond
-	// lookGap is the minimum pause between two reads. With a million routes, a read takes seconds.
-	// Therefore the pause is also at least lookShare times as long as the read, so that reads use
-	// at most a fiftieth of a CPU.
+	// lookGap is the minimum pause between two reads. The pause is also at least lookShare times as
+	// long as the read, so that reads use at most a fiftieth of a CPU. With a million routes, a
+	// read takes seconds.
 	lookGap   = 2 * time.Second
 	lookShare = 50
-	// refusedSpread is reportSpread for ReportRefused. It is short, because peers wait for the last
-	// node.
+	// refusedSpread is reportSpread for ReportRefused. It is shorter, because a peering waits until
+	// the last node has reported.
 	refusedSpread = 300 * time.Microsecond
 	refusedGap    = 100 * time.Millisecond // after ReportRefused
 )
@@ -44,7 +44,7 @@ type reportResult struct {
 	err      error // the reason why the manager has no current report
 }
 
-// A reporter remembers the last report.
+// A reporter sends the node's reports, and stores the last one.
 type reporter struct {
 	*agent
 	last fabric.NodeNetworks
@@ -92,11 +92,11 @@ func (a *agent) reportNetworks(ctx context.Context) {
 func (t *reporter) readAndReport(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
 	own, nodes, created := t.ownCluster()
 	if nodes == 0 {
-		return 0, nil, nil // the cluster is not known yet
+		return 0, nil, nil // no intent was delivered yet
 	}
 	begin := time.Now()
 	if state := t.current(); state.revision == 0 {
-		return 0, nil, nil // the refused networks are not known yet; the first comparison triggers another call
+		return 0, nil, nil // there was no comparison yet, so the refused networks are unknown; the first comparison triggers another call
 	}
 	now, problems, err := t.gather(own)
 	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
@@ -125,8 +125,9 @@ func (t *reporter) readAndReport(ctx context.Context) (wait time.Duration, probl
 	return wait, problems, nil
 }
 
-// reportRefused reports which networks of peers the node refuses, until ctx ends. It has its own
-// goroutine, because peers wait for this report, and reading the node's networks may take long.
+// reportRefused reports for which networks of peers the node refuses packets, until ctx ends. It
+// has its own goroutine: peers wait for this report, and it must not wait until the node's networks
+// are read.
 func (a *agent) reportRefused(ctx context.Context) {
 	pause := refusedGap
 	for {
@@ -211,7 +212,7 @@ func madeAt(in *fabric.NodeIntent, name string) int64 {
 	return 0
 }
 
-// gather reads the node's networks and the other content of the report, except BrokenOverlay and
+// gather reads the node's networks and all other fields of the report, except BrokenOverlay and
 // Refused.
 func (a *agent) gather(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem, error) {
 	have, err := rtnl.Networks()
@@ -232,7 +233,8 @@ func (a *agent) gather(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Proble
 }
 
 // setRoutes stores the node's routes via other hosts for the next comparison. If they have changed,
-// it requests a comparison, unless all gateways are Pods, which read the routes from the report.
+// it requests a comparison. If all gateways are Pods, it requests none, because these gateways read
+// the routes from the report.
 func (a *agent) setRoutes(routes []fabric.NodeRoute) {
 	a.mu.Lock()
 	changed := !slices.Equal(a.hops, routes)
@@ -269,7 +271,7 @@ func resolversIn(path string) (all []netip.Addr, err error) {
 	return all, nil
 }
 
-// note stores the result for the status, and logs what has changed.
+// note stores the result for the status, and logs the differences from the previous result.
 func (a *agent) note(now reportResult) {
 	a.mu.Lock()
 	before := a.lastResult

@@ -21,9 +21,9 @@ var (
 	probeAgain    = overlay.RetryInterval
 )
 
-// OverlayStatus is the result of probing the path to a gateway through the overlay, see package
-// overlay. The probe is a datagram to a peer's network with a TTL of one hop. The same rules and
-// routes apply to it as to all packets for peers. It ends at the gateway, before the tunnel.
+// OverlayStatus is the result of probing the path to a gateway through the overlay; see package
+// overlay. The probe is a datagram to a peer's network with a TTL of one hop. It takes the same
+// path as all packets for peers, and expires at the gateway, before the tunnel.
 type OverlayStatus struct {
 	Gateway netip.Addr `json:"gateway"`
 	overlay.State
@@ -79,20 +79,21 @@ func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok
 
 // A backProbe detects whether packets from the gateway reach the node.
 type backProbe struct {
-	received, sent uint64 // packets of the overlay device at the last call of suspects
-	own            uint64 // our own datagrams since that call
+	received, sent uint64 // packet counters of the overlay device at the last call of suspects
+	own            uint64 // number of our own datagrams since that call
 
-	// answering has addresses of peers whose gateways have answered, the most recent last. Only a
-	// peer that has answered before can give evidence by silence, because Liqo's gateway need not
-	// answer. Several peers are probed, because one may be offline.
+	// answering has addresses of peers whose gateways have answered, the most recent last. If
+	// another peer does not answer, this proves nothing, because Liqo's gateway need not answer.
+	// Several peers are probed, because one may be offline.
 	answering []netip.Addr
 }
 
-// backPeers is the maximum length of answering, and of one round of probes.
+// backPeers is the maximum number of peers in answering, and so in one round of probes.
 const backPeers = 8
 
 // targets returns the peers to probe. If suspected is true, these are the peers that have answered
-// before. Otherwise it is only the peer remote, or none if that peer has answered already.
+// before. Otherwise targets returns only the peer at the address remote, or no peer if that one has
+// answered before.
 func (p *backProbe) targets(suspected bool, remote netip.Addr) []netip.Addr {
 	switch {
 	case suspected:
@@ -109,17 +110,18 @@ func (p *backProbe) answered(remote netip.Addr) {
 	p.answering = p.answering[max(0, len(p.answering)-backPeers):]
 }
 
-// suspects reports whether, since its last call, pods have sent packets and no packet has come back
-// through the overlay, although packets came back before. The cause is one-way traffic or a fault.
+// suspects returns true if, since its last call, pods have sent packets through the overlay but
+// none has come back, although packets came back earlier. The cause is one-way traffic or a fault.
 func (p *backProbe) suspects(received, sent uint64) bool {
 	silent := received == p.received && received > 0 && sent > p.sent+p.own
 	p.received, p.sent, p.own = received, sent, 0
 	return silent
 }
 
-// probe sends each peer two datagrams, one of which expires at the peer's gateway: the one with TTL
-// 2 if our gateway is a Pod, which is one hop, or the one with TTL 3 if our gateway uses the host
-// network, which is two hops. probe reports whether any answer came through the overlay.
+// probe sends each peer two datagrams, with TTL 2 and TTL 3. If our gateway is a Pod, it is one
+// hop, and the datagram with TTL 2 expires at the peer's gateway. If our gateway uses the host
+// network, it is two hops, and the datagram with TTL 3 expires there. probe reports whether any
+// answer came through the overlay.
 func (p *backProbe) probe(ctx context.Context, remotes []netip.Addr, device int) (answered bool) {
 	all := slices.Clone(remotes)
 	byPeer := make([]bool, len(all))
@@ -166,8 +168,8 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			p.Take(began, answer != overlay.NoAnswer, control)
 			back.own++
 			arrives := true
-			// Any other answer shows that our gateway has no tunnel to that peer, so the peer
-			// cannot answer.
+			// Any other answer shows that our gateway has no tunnel to that peer. The peer could
+			// then not answer.
 			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.Expired {
 				more := received != back.received
 				suspected := back.suspects(received, sent) || p.Back.Doubted() && !more

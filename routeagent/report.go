@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// reportedOf returns the part of a state that belongs in the node's report: problems of this node,
-// but no problems of objects that all nodes read.
+// reportedOf returns the problems and limits in a state that belong in the node's report: those of
+// this node, not those of objects that all nodes read.
 func reportedOf(node string, s state) []kernel.Limit {
 	all := slices.Clone(s.limits)
 	for _, p := range s.problems {
@@ -27,7 +27,7 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	for _, o := range changes {
 		if drift {
 			a.log.Warn("repaired a kernel object", "command", o.Command(""))
-		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // checked here, because the text of a filter with all networks is expensive
+		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // checked here, because formatting a filter with all networks takes long
 			a.log.Debug("changed a kernel object", "command", o.Command(""))
 		}
 	}

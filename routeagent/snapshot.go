@@ -17,8 +17,8 @@ import (
 )
 
 // A snapshot is the state on disk that an agent needs until it reaches an API server. After a
-// reboot, the kernel has none of our objects, so without a snapshot, packets for remote networks
-// would leave by the default route.
+// reboot, the kernel has none of our objects. Without a snapshot, packets for remote networks would
+// then leave by the default route.
 type snapshot struct {
 	Version int                 `json:"version"`
 	Refused []fabric.Allocation `json:"refused"` // the networks of peers, with the NetworkAllocations that named them
@@ -53,11 +53,12 @@ func readSnapshot(directory string) (*snapshot, error) {
 	return &s, nil
 }
 
-// restore refuses the networks in the snapshot, before the agent knows anything else. It only adds
-// networks: objects of a previous agent stay, including refused networks that the snapshot lacks.
-// The function refused returns the networks that the kernel refuses. If refused fails, the agent
-// must not compare, because a comparison would remove these networks. If the snapshot is
-// unreadable, the node has this error until the first comparison, which writes a new snapshot.
+// restore refuses packets for the networks in the snapshot, before the agent has read anything
+// else. The function refused returns the networks for which a previous agent made the kernel refuse
+// packets. restore keeps these networks, even if the snapshot lacks them. If refused fails, the
+// agent must make no comparison, because a comparison would remove these networks. If the snapshot
+// is unreadable, the node's status has this error until the first comparison, which writes a new
+// snapshot.
 func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	l.recall()
 	left, err := refused()
@@ -68,7 +69,7 @@ func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	return nil
 }
 
-// recall reads the snapshot and refuses its networks.
+// recall reads the snapshot, and refuses packets for its networks.
 func (l *loop) recall() {
 	if l.opts.StateDirectory == "" {
 		return
@@ -103,7 +104,7 @@ func networksOf(list []fabric.Allocation) []netip.Prefix {
 	return slices.Compact(networks)
 }
 
-// unexplained returns allocations for networks whose objects are unknown.
+// unexplained returns allocations for networks if the objects that named them are unknown.
 func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	for _, p := range all {
 		known = append(known, fabric.Allocation{Network: p, Revision: unknownRevision})
@@ -136,12 +137,12 @@ func (l *loop) save(refused []netip.Prefix) error {
 	return nil
 }
 
-// cleanupPatience is the maximum time for which Cleanup repeats its attempts while other programs
-// change iptables-legacy.
+// Other programs may change iptables-legacy at the same time. Cleanup then repeats its attempts for
+// at most cleanupPatience.
 const cleanupPatience = 30 * time.Second
 
 // Cleanup removes all kernel objects of route agents in the network namespace of the process, and
-// the snapshot in the directory. It is for uninstalling: from then on, packets for remote networks
+// the snapshot in the directory. Use it to uninstall: from then on, packets for remote networks
 // leave by other routes. It fails while an agent runs.
 func Cleanup(log *slog.Logger, directory string) error {
 	k, err := rtnl.Open(kernel.RouteAgent, log)

@@ -73,13 +73,13 @@ still gets answers.`,
 	return cmd
 }
 
-// A kubeBuild compiles etcd and the programs of Kubernetes in the background, during the first part
-// of the demo.
+// A kubeBuild compiles etcd and the Kubernetes programs in the background, while the demo shows its
+// first steps.
 type kubeBuild struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 	shown  *gate
-	dir    string // dir and err may be read once done is closed
+	dir    string // dir and err may be read after done is closed
 	err    error
 }
 
@@ -93,7 +93,7 @@ func build(ctx context.Context, progress io.Writer) *kubeBuild {
 	return b
 }
 
-// wait prints the progress until the build ends, and returns the directory of the programs.
+// wait prints the progress until the build ends, and returns the directory with the programs.
 func (b *kubeBuild) wait(ctx context.Context) (string, error) {
 	b.shown.open()
 	select {
@@ -110,8 +110,8 @@ func (b *kubeBuild) end() {
 	<-b.done
 }
 
-// A gate is a writer that can be closed. A closed gate stores only the last write. When the gate
-// opens, it forwards that write and all later ones.
+// A gate is a writer that is closed at first. A closed gate stores only the last write. When the
+// gate opens, it forwards that write and all later ones.
 type gate struct {
 	w io.Writer
 

@@ -202,7 +202,7 @@ type row struct {
 	Clusters int    `json:"clusters"`
 	Hosts    int    `json:"hosts"`
 	Gateways int    `json:"gateways"`          // number of running gateways
-	Problem  string `json:"problem,omitempty"` // why the other fields are unknown; empty if they are known
+	Problem  string `json:"problem,omitempty"` // reason why the other fields are unknown; empty if they are known
 }
 
 func newListCommand() *cobra.Command {

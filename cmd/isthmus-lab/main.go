@@ -56,8 +56,8 @@ namespaces changes. A lab exists until "isthmus-lab down" or a reboot.
 	return root
 }
 
-// needsRoot returns a function that checks that the user is root, and then calls do. Other users
-// would see only some of the processes of a lab.
+// needsRoot returns a function that calls do if the user is root, and otherwise returns an error.
+// Other users would see only some of the processes of a lab.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		if os.Geteuid() != 0 {
@@ -113,8 +113,8 @@ func completeHosts(name *string, limit int) cobra.CompletionFunc {
 	}
 }
 
-// hint returns the flag that selects the lab, for commands shown to people. The result is empty for
-// the default lab.
+// hint returns the flag that selects the lab, for commands in messages to users. The result is
+// empty for the default lab.
 func hint(name string) string {
 	if name == defaultName {
 		return ""

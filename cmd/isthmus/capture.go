@@ -136,7 +136,7 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if c, ok := conn.(*net.UnixConn); ok {
-			_ = c.CloseWrite() // makes the gateway stop; the rest of the file can still be read
+			_ = c.CloseWrite() // makes the gateway end the capture; the rest of the file can still be read
 		}
 	})
 	defer stop()

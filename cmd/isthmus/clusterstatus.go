@@ -8,9 +8,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inspect"
 )
 
-// aboutCluster reports whether `isthmus status` or `isthmus trace` shows a cluster rather than the
-// gateway on this machine. A flag that applies to only one of the two decides. Without such a flag,
-// the command shows a cluster if there is a kubeconfig or the program runs in a Pod.
+// `isthmus status` and `isthmus trace` show either a cluster or the gateway on this machine.
+// aboutCluster reports whether the command shows a cluster. If the user has set a flag that applies
+// to only one of the two, the flag decides. Otherwise the command shows a cluster if there is a
+// kubeconfig or the program runs in a Pod.
 func aboutCluster(cmd *cobra.Command) bool {
 	for _, flag := range []string{"gateway", "address", "flows"} { // not every command has all of these flags
 		if cmd.Flags().Changed(flag) {

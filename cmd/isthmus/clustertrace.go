@@ -27,15 +27,15 @@ type tracePath struct {
 	To        string    `json:"to"`
 	Hops      []pathHop `json:"hops"`
 	Arrives   bool      `json:"arrives"`
-	// Leaves is true if the packet leaves for a peer whose cluster was not queried. Whether the
-	// packet arrives is then unknown.
+	// Leaves is true if the packet leaves for a peer, but the peer's cluster was not queried. It is
+	// then unknown whether the packet arrives.
 	Leaves bool `json:"leaves,omitempty"`
 	// Verdict is a sentence that states whether the packet arrives, or where and why it ends.
 	Verdict string `json:"verdict"`
 }
 
-// hopOtherSide is the name of the last hop of a path that works in this cluster, if the peer's
-// cluster is not queried.
+// If a path works in this cluster and the peer's cluster is not queried, the last hop of the path
+// has the name hopOtherSide.
 const hopOtherSide = "other side"
 
 // A pathHop is one hop of a tracePath. Step is set only for a gateway.
@@ -47,7 +47,7 @@ type pathHop struct {
 // clusterTrace is one run of `isthmus trace` on clusters.
 type clusterTrace struct {
 	ctx           context.Context
-	query         gateway.TraceQuery // the addresses are not set, because SRC and DST may be names
+	query         gateway.TraceQuery // without addresses, because SRC and DST may be names
 	local, remote *cluster.Cluster   // remote is nil if the other cluster is not queried
 }
 
@@ -85,7 +85,7 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 }
 
 // paths returns the path of the packet and the path of its answer. It returns only one of them if
-// the user asked for one direction or the gateway drops the packet.
+// the user has chosen a direction. It returns only the first if the gateway drops the packet.
 func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	from, err := t.findPlace(t.local, src)
 	if err != nil {
@@ -112,7 +112,7 @@ func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	return []tracePath{out, in}, nil
 }
 
-// findPlace finds SRC or DST, given as an address or a name, in cluster c.
+// findPlace finds SRC or DST in cluster c. name is an address or a name.
 func (t *clusterTrace) findPlace(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		addr, err := gateway.ParseTraceAddr(name)
@@ -124,8 +124,9 @@ func (t *clusterTrace) findPlace(c *cluster.Cluster, name string) (place.Place, 
 	return place.Find(t.ctx, c, name)
 }
 
-// destination finds DST, with its address as this cluster sees it. If the other cluster is queried,
-// a name is resolved there, unless it is the name of a Service that this cluster imports.
+// destination finds DST. The result has the address by which this cluster reaches DST. If the other
+// cluster is queried, destination resolves a name there, unless it is the name of a Service that
+// this cluster imports.
 func (t *clusterTrace) destination(name string) (place.Place, error) {
 	if place.IsImportedName(name) {
 		peer := ""
@@ -146,7 +147,8 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 }
 
 // followPacket follows the packet from its source to the tunnel, and through the other cluster if
-// that cluster is queried. sent is the gateway's step, or nil if the gateway drops the packet.
+// that cluster is queried. sent is the step of this cluster's gateway, or nil if that gateway drops
+// the packet.
 func (t *clusterTrace) followPacket(from, to place.Place) (w tracePath, sent *gateway.TraceStep, err error) {
 	w = tracePath{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
@@ -335,8 +337,9 @@ func (w *tracePath) add(h health.Hop, err error) error {
 	return nil
 }
 
-// finish sets the verdict by the first hop that is broken or unknown. It ignores a node whose state
-// is unknown, because the address may belong to a machine without a Pod.
+// finish sets the verdict according to the first hop that is broken or unknown. If the state of a
+// node is unknown, finish ignores this hop, because the address may belong to a machine without a
+// Pod.
 func (w *tracePath) finish() tracePath {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {
@@ -393,8 +396,8 @@ func printPaths(out io.Writer, paths []tracePath) error {
 	return nil
 }
 
-// completePlace completes Pods: those of this cluster for SRC, and those of the other cluster
-// for DST if that cluster is queried.
+// completePlace completes the names of Pods. For SRC, these are the Pods of this cluster. For DST,
+// these are the Pods of the other cluster, if that cluster is queried.
 func completePlace(cmd *cobra.Command, local, remote *cluster.Access, args []string, begin string) ([]string, cobra.ShellCompDirective) {
 	access := *local
 	if len(args) == 1 && otherCluster(local, remote) {

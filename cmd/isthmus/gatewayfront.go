@@ -22,7 +22,7 @@ type front struct {
 	replica *kube.Gateway
 	flows   *flowsync.Keeper
 	own     *prometheus.Registry // metrics of the replica
-	idle    *prometheus.Registry // metrics of the process while no gateway runs; a running gateway registers its own
+	idle    *prometheus.Registry // metrics of the process while no gateway runs; a running gateway registers its own process metrics
 
 	mu      sync.RWMutex // held for reading while a request uses the running gateway
 	running *gateway.Running
@@ -36,7 +36,8 @@ func (f *front) set(r *gateway.Running) {
 	f.running = r
 }
 
-// yield makes the running gateway, if there is one, relay packets from nodes to its successor.
+// yield makes the running gateway relay packets from nodes to its successor. It does nothing if no
+// gateway runs.
 func (f *front) yield() {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -84,8 +85,8 @@ func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
 	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
 }
 
-// capture serves a capture without holding the lock, because a capture may take long and set waits
-// for the lock.
+// capture serves a capture. It does not hold the lock during the capture, because set would have to
+// wait.
 func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	f.mu.RLock()
 	running := f.running
@@ -103,7 +104,7 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	// The process is alive if it answers. It must not be killed because a peer or the API
 	// server is unavailable.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// The replica is ready if it is active and its data plane runs, or if it could become
+	// An active replica is ready if its data plane runs. A standby is ready if it could become
 	// active and has copied the flows.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		pod, self := f.replica.Active()

@@ -34,7 +34,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// kubeGateway is the command `isthmus gateway` when objects of a cluster configure it.
+// kubeGateway is the command `isthmus gateway` if it reads its configuration from the objects of a
+// cluster.
 type kubeGateway struct {
 	kubeconfig, namespace   string
 	cluster                 v1alpha1.ClusterIdentity
@@ -49,7 +50,7 @@ type kubeGateway struct {
 	rotateKeys, patience    time.Duration
 	secure                  metricsFlags
 
-	// complete sets the fields below.
+	// The method complete sets the fields below.
 	source kube.GatewayOptions
 	tunnel int // MTU of the tunnel in octets; 0: derived from the path to the peers
 }
@@ -165,7 +166,7 @@ func (k *kubeGateway) complete() error {
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes cannot be combined with --host-network: nodes vote only for gateways with their own network")
 	case k.hostNetwork:
-		node = "" // the VXLAN tunnels of the nodes do not end in this Pod
+		node = "" // with the host's network, the nodes' VXLAN tunnels do not end in this Pod
 	case node == "":
 		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
 	case !ip.Unmap().Is4():
@@ -177,12 +178,12 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// nodesFollow is the time that nodes may take to switch to a gateway that has published its
-// address. The gateway starts handshakes with its peers only after that time.
+// After a gateway has published its address, nodes may take nodesFollow to switch to it. Only then
+// does the gateway start handshakes with its peers.
 const nodesFollow = time.Second
 
-// run runs one replica until ctx ends. It completes options with Source, Beside and the other
-// fields that depend on the replica.
+// run runs one replica until ctx ends. It sets Source, Beside and the other fields of options that
+// depend on the replica.
 func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	log := options.Log
 	k.source.Log = log
@@ -287,8 +288,8 @@ func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.Preshare
 	return all
 }
 
-// linkOptions returns the options for the connections by which the gateways of the installation
-// copy flows.
+// linkOptions returns the options of the link. Over the link, the gateways of the installation copy
+// flows to each other.
 func (k *kubeGateway) linkOptions(replica *kube.Gateway) flowsync.Options {
 	return flowsync.Options{
 		Listen: func() (net.Listener, error) {
@@ -344,7 +345,7 @@ func reportPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, lo
 // standbyInterval is how often a standby checks whether it could take over.
 const standbyInterval = 10 * time.Second
 
-// reportStandby sends Events while this replica, as a standby, could not take over. It returns
+// reportStandby sends Events while this replica is a standby and could not take over. It returns
 // when ctx ends.
 func reportStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
 	reported := false

@@ -69,7 +69,7 @@ summary.md lists everything that could not be read, with the reason. The exit co
 	return cmd
 }
 
-// writeNew creates a file that only its owner may read, and fills it. If that fails, writeNew
+// writeNew creates a file that only its owner may read, and calls write to fill it. On an error, it
 // removes the file.
 func writeNew(name string, write func(io.Writer) error) (err error) {
 	f, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)

@@ -188,7 +188,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		if repository == "" || !byDigest && tag == "" {
 			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
 		}
-		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // do not replace the whole map: it also has the pull policy
+		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // set single keys, because the map also has the pull policy
 			chart.Set(values, value, "image", key)
 		}
 	}
@@ -238,8 +238,9 @@ func (d *requestTimeout) Set(text string) error {
 	return nil
 }
 
-// otherCluster copies the kubeconfig and the timeout of local to remote if no flag sets them for
-// remote. It reports whether a flag selects the other cluster.
+// local and remote have the values of the flags for the two clusters. If no flag sets the
+// kubeconfig or the timeout of remote, otherCluster copies that of local. It reports whether a flag
+// selects the other cluster.
 func otherCluster(local, remote *cluster.Access) bool {
 	named := remote.Context != "" || remote.Kubeconfig != ""
 	if named && remote.Kubeconfig == "" {
@@ -260,7 +261,7 @@ func connect(a cluster.Access) (*cluster.Cluster, error) {
 	return c, nil
 }
 
-// clusterError returns the error with its exit code.
+// If err is about an unreachable cluster, clusterError adds the exit code for that.
 func clusterError(err error) error {
 	if errors.Is(err, cluster.ErrUnreachable) && !errors.Is(err, cluster.ErrNotReady) {
 		return cli.Unreachable(err)

@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
-// managerFlags are the manager's flags. Flags that must be parsed are kept as text.
+// managerFlags are the manager's flags. Flags that complete must parse are stored as text.
 type managerFlags struct {
 	options                            manager.Options
 	podCIDR, serviceCIDR, externalCIDR string

@@ -23,9 +23,9 @@ func (m *metricsFlags) add(f *pflag.FlagSet) {
 	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a self-signed certificate)")
 }
 
-// secure returns an access control for the metrics. The API server authorizes the client of each
-// request. kubeconfig selects the API server as for owncluster.RESTConfig. The result is nil
-// without --metrics-secure.
+// secure returns the access control for the metrics. For each request, the API server authorizes
+// the client. kubeconfig selects the API server; see owncluster.RESTConfig. Without
+// --metrics-secure, the result is nil.
 func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.Secure, error) {
 	if !m.on {
 		return nil, nil

@@ -123,7 +123,8 @@ func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peeri
 	return err
 }
 
-// aboutOne returns an error if the command is about one cluster but has a flag for joining two.
+// aboutOne returns an error if the command concerns only one cluster, but the user has set a flag
+// that is for joining two clusters.
 func aboutOne(cmd *cobra.Command, name string) error {
 	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {

@@ -89,7 +89,7 @@ own DNS servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.O
 			kube.UseLogger(o.Log)
 			installed := cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 			var voter *voting.Voter
-			if o.StateDirectory != "" { // without a state directory, a restarted agent could vote for a second gateway
+			if o.StateDirectory != "" { // only with a state directory: without it, a restarted agent could vote for a second gateway
 				voter = &voting.Voter{Node: o.Node, Directory: o.StateDirectory, Log: o.Log}
 				o.Voter = voter
 			}

@@ -216,8 +216,8 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	return t.Flush()
 }
 
-// dropsShown is the maximum age of drops that are shown, so that a repaired fault disappears.
-// Wide output shows all drops.
+// dropsShown is the maximum age of the drops in the output, so that a repaired fault disappears.
+// With -o wide, the output has all drops.
 const dropsShown = 10 * time.Minute
 
 func printDrops(w io.Writer, s gateway.Status, wide bool) error {

@@ -147,9 +147,9 @@ func printReport(cmd *cobra.Command, r *verify.Report, output cli.Output) error 
 	return r.Print(cmd.OutOrStdout())
 }
 
-// watchLoss shows the losses until it is interrupted: on a terminal in one line that changes,
-// otherwise in a new line every ten seconds. If the output is for programs, these lines are
-// written to standard error, and the final counts to standard output.
+// watchLoss prints the losses until it is interrupted. On a terminal, it updates one line.
+// Otherwise it prints a new line every ten seconds. If the output is for programs, these lines go
+// to standard error, and the final counts to standard output.
 func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, output cli.Output) error {
 	out := cmd.OutOrStdout()
 	if output.ForPrograms() {
@@ -192,8 +192,8 @@ func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, outp
 	return lossError(last, err)
 }
 
-// lossError returns the error of a run with --continuous. It returns err, the error of verify.Run,
-// if that is set, and otherwise an error if packets were lost or no packet was sent.
+// lossError returns the error of a run with --continuous. err is the error of verify.Run, and has
+// precedence. Otherwise lossError returns an error if packets were lost or no packet was sent.
 func lossError(losses []verify.Loss, err error) error {
 	sent, lost := 0, 0
 	for _, l := range losses {
@@ -210,7 +210,7 @@ func lossError(losses []verify.Loss, err error) error {
 	return nil
 }
 
-// newProbeCommand returns the hidden command that runs in the Pods of verify.
+// newProbeCommand returns the hidden command that `isthmus verify` runs in its Pods.
 func newProbeCommand() *cobra.Command {
 	var echo, control uint16
 	var idle time.Duration

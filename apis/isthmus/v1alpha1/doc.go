@@ -1,6 +1,6 @@
 // Package v1alpha1 holds the kinds of the API group isthmus.net/v1alpha1, which Liqo does not have:
-// Peering, NodeNetworks, NetworkAllocation and PeerServices. PeerServices are also written to other
-// clusters; the other three kinds never leave their cluster.
+// Peering, NodeNetworks, NetworkAllocation and PeerServices. The manager also writes PeerServices
+// to other clusters. Objects of the other three kinds never leave their cluster.
 //
 // +kubebuilder:object:generate=true
 // +groupName=isthmus.net

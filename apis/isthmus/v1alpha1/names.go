@@ -6,26 +6,27 @@ import (
 	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// FinalizerPeering keeps a Peering until everything that the manager made for it, here and at the
-// peer, is gone.
+// FinalizerPeering keeps a Peering until all objects that the manager made for it are deleted, here
+// and at the peer.
 const FinalizerPeering = "isthmus.net/peering"
 
-// AnnotationForce with the value "true", on a Peering that is being deleted, ends the wait for the
-// peer. Our objects at the peer stay in place, and an Event names them.
+// AnnotationForce with the value "true" applies to a Peering that is being deleted. The manager
+// then no longer waits for the peer. Our objects at the peer stay in place, and an Event names
+// them.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// ForceCarried is the other value of AnnotationForce. `isthmus unpeer` sets it in both clusters if
-// the managers reach each other only through the tunnel. The command then removes the objects at
-// the peers itself.
+// ForceCarried is the other value of AnnotationForce. If the managers reach each other only through
+// the tunnel, `isthmus unpeer` sets it in both clusters. The command itself then removes the
+// objects that each manager made in the other cluster.
 const ForceCarried = "carried"
 
-// AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to
-// stop using the shared services. Until the annotation is set, the tunnel stays.
+// AnnotationDrained is set to "true" on a Peering that is being deleted. The manager sets it after
+// clients have had time to stop using the shared services. Until then, the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
 
-// AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to our
-// previous networks. The write that publishes new networks sets the annotation, so no reader
-// applies the old answer to the new networks.
+// AnnotationUnanswered is "true" on our NetworkConfig while its status still has the peer's answer
+// to our previous networks. The write that publishes new networks also sets the annotation. So no
+// reader applies the old answer to the new networks.
 const AnnotationUnanswered = "isthmus.net/unanswered"
 
 // AnnotationPostQuantum is "Required" on a TunnelEndpoint whose Peering demands a preshared key
@@ -33,20 +34,20 @@ const AnnotationUnanswered = "isthmus.net/unanswered"
 const AnnotationPostQuantum = "isthmus.net/post-quantum"
 
 // AnnotationInBand is "true" on a TunnelEndpoint if the Peerings of both clusters have spec.inBand.
-// Its value is InBandLeaving while our Peering is being deleted: then only our manager may connect
+// While our Peering is being deleted, the value is InBandLeaving: only our manager may connect
 // through the tunnel, to delete its objects at the peer.
 const (
 	AnnotationInBand = "isthmus.net/in-band"
 	InBandLeaving    = "leaving"
 )
 
-// AnnotationKeyProved on a TunnelEndpoint lists public keys, separated by spaces, whose private
-// keys the peer has proved to have. A new proof must name our present key. An accepted proof stays
-// valid after our key rotates.
+// AnnotationKeyProved on a TunnelEndpoint lists public keys, separated by spaces. The peer has
+// proved that it has the private keys. A new proof must name our current key. An accepted proof
+// stays valid after a rotation of our key.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
-// InBandServer is the server in the kubeconfig of an identity for in-band control. It is the URL of
-// the peer's API server inside the peer's own cluster.
+// InBandServer is the server in the kubeconfig of an identity if spec.inBand is set. It is the URL
+// of the peer's API server inside the peer's own cluster.
 const InBandServer = "https://kubernetes.default.svc"
 
 // LeaseGateway is the name of the Lease whose holder is the active gateway. The Lease lasts 7 s and
@@ -54,8 +55,8 @@ const InBandServer = "https://kubernetes.default.svc"
 const LeaseGateway = "isthmus-gateway"
 
 // `isthmus peer` writes these annotations on a Peering to identify the peer, because any cluster
-// can use the ID and name of another cluster. A cluster that does not match the annotations is
-// refused.
+// can use the ID and name of another cluster. The manager refuses a cluster that does not match the
+// annotations.
 const (
 	// AnnotationPeerUID is the UID of the namespace kube-system in the peer.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
@@ -84,9 +85,9 @@ const AnnotationVotes = "isthmus.net/votes"
 // and one that belongs to no gateway Pod.
 const AnnotationGateways = "isthmus.net/gateways"
 
-// AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write.
-// The annotation makes the next write of the previous manager conflict, so that the previous
-// manager reads the state again.
+// AnnotationTakenOver on the IpamStorage is the resourceVersion at which the current manager began
+// to write. When the annotation is set, the next write of the previous manager fails with a
+// conflict, so that the previous manager reads the state again.
 const AnnotationTakenOver = "isthmus.net/taken-over-at"
 
 // AnnotationTokenAudiences on a tenant namespace lists the audiences for which the peer may renew
@@ -100,8 +101,8 @@ const LabelService = "isthmus.net/service"
 // PeerServicesPrefix is the beginning of the names of PeerServices: services-0 to services-15.
 const PeerServicesPrefix = "services-"
 
-// EventApplied is the reason of an Event on the Pod of a gateway or a route agent. The program
-// reports that a fault about which it warned is over.
+// EventApplied is the reason of an Event on the Pod of a gateway or a route agent. It reports the
+// end of a fault that an earlier Event reported.
 const EventApplied = "Applied"
 
 // EventActive is the reason of an Event on the Pod of a gateway. The gateway reports that it became
@@ -121,7 +122,7 @@ const DefaultIdentitySecret = "isthmus-identity"
 const SecretKubeconfig = "kubeconfig"
 
 // Condition types of a Peering, in the order in which they become true. The first reconcile sets
-// all of them, to Unknown if necessary.
+// all of them, some perhaps to Unknown.
 const (
 	// ConditionReady summarises the other conditions: traffic can flow.
 	ConditionReady = "Ready"
@@ -165,9 +166,9 @@ const (
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
 	ReasonSecretMissing    = "SecretMissing" // the Secret does not exist, or the manager may not read it
 	ReasonSecretInvalid    = "SecretInvalid" // the Secret has neither a kubeconfig nor an identity in Liqo's format
-	ReasonNotRenewed       = "NotRenewed"    // the server answers, so the condition is True, but our token is not renewed and will expire; the message has the reason
+	ReasonNotRenewed       = "NotRenewed"    // our token is not renewed and will expire, for the reason in the message; the condition is True, because the server still answers
 	ReasonUnauthorized     = "Unauthorized"  // the identity is revoked or expired
-	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has this reason, too, but is True while traffic flows
+	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; while traffic flows, Ready is True with this reason
 	ReasonTunnelDown       = "TunnelDown"    // spec.inBand: the tunnel that leads to the peer's API server is down; the message has the remedy
 
 	// Published
@@ -194,23 +195,24 @@ const (
 	ReasonConnecting    = "Connecting"     // configured moments ago; no answer yet
 	ReasonNoGateway     = "NoGateway"      // no gateway has written a status yet
 	ReasonGatewaySilent = "GatewaySilent"  // no gateway is active, so the state of the tunnel is unknown
-	ReasonLost          = "ConnectionLost" // the tunnel is down, and the gateway reports no reason, for example a gateway of Liqo
-	ReasonKeyMissed     = "KeyMissed"      // the peer missed a rotation of our key, because our NetworkConfig does not reach it: the tunnel is down
+	ReasonLost          = "ConnectionLost" // the tunnel is down, and the gateway reports no reason (gateways of Liqo never report one)
+	ReasonKeyMissed     = "KeyMissed"      // the tunnel is down, because the peer has not received the NetworkConfig with our new key
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
 	// ServicesShared: LocalSetup, Forbidden, RefusedByPeer, NamespaceGone, or one of these
 	ReasonShared        = "Shared"        // each cluster has all services that the other cluster exports to it
-	ReasonPartlyRefused = "PartlyRefused" // some services are not served, or only in part; the condition is True
+	ReasonPartlyRefused = "PartlyRefused" // some services are not served or served only in part; the condition is True
 	ReasonSharing       = "Sharing"       // sharing is not complete yet
 	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
 )
 
-// WaitReasons are the reasons of conditions that only wait for an earlier condition.
+// WaitReasons are reasons of conditions. A condition with such a reason only waits for an earlier
+// condition.
 var WaitReasons = []string{
 	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
 }
 
-// Limited reports whether a condition is true with a reason that means a restriction or a risk.
+// Limited reports whether a condition is true, but its reason means a restriction or a risk.
 func Limited(c *metav1.Condition) bool {
 	return c.Status == metav1.ConditionTrue && (c.Reason == net.CauseNarrowPath || c.Reason == ReasonNotRenewed || c.Reason == ReasonUnreachable)
 }

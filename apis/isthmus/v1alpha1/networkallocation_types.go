@@ -11,8 +11,8 @@ type AllocatedNetwork = string
 
 // NetworkAllocationSpec is the IPAM state of one cluster. The manager writes it. Nodes read
 // networks, networksSince, freed and own; the manager reads the other fields when it starts. The
-// spec is atomic: otherwise managedFields, which thousands of nodes read, would list each of its
-// fields.
+// spec is atomic. Otherwise managedFields would list each field of the spec, and thousands of nodes
+// read the object.
 // +structType=atomic
 type NetworkAllocationSpec struct {
 	// ClusterID is the ID of the cluster. It is also the object's name, if it is a valid name.
@@ -21,8 +21,8 @@ type NetworkAllocationSpec struct {
 	ClusterID string `json:"clusterID"`
 	// Revision is a number that grows with each change of networks in any NetworkAllocation. A
 	// revision is at least the time of the change in milliseconds since 1970. Route agents ignore a
-	// revision that is more than a day in the future. An object whose revision has decreased was
-	// restored from an older version.
+	// revision that is more than a day in the future. If the revision of an object decreases, the
+	// object was restored from an older version.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
 	// Networks are the networks that our cluster uses for the peer, in this order: the network for
@@ -37,9 +37,9 @@ type NetworkAllocationSpec struct {
 	// nodes need not report again after a change of other fields.
 	// +optional
 	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
-	// Freed are former networks of the peer, the latest last. Nodes stop refusing a freed network,
-	// unless another object has it in networks, or this object has it in networks again with a
-	// higher revision.
+	// Freed are former networks of the peer, the latest last. Nodes stop refusing packets for a
+	// freed network, unless another object has the network in networks, or this object has it there
+	// again with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -49,10 +49,10 @@ type NetworkAllocationSpec struct {
 	Own *OwnNetworks `json:"own,omitempty"`
 
 	// Session is the number of the manager that wrote this object, or 0 if none has written it.
-	// Each manager that begins to write takes a higher number. A manager adopts a foreign change
-	// with a higher session. It overwrites any other foreign change, with two exceptions. If
-	// entries were added to freed, it keeps them. If a network was moved from networks to freed
-	// with a higher revision, it ends the hold of that network.
+	// Each manager that begins to write takes a higher number. If another writer changes the object
+	// and sets a higher session, the manager adopts the change. It overwrites any other change,
+	// with two exceptions. If entries were added to freed, it keeps them. If a network was moved
+	// from networks to freed with a higher revision, it ends the hold of that network.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	Session int64 `json:"session,omitempty"`
@@ -60,10 +60,10 @@ type NetworkAllocationSpec struct {
 	// +optional
 	ReleasedAt UTCTime `json:"releasedAt,omitempty"`
 	// UnusedSince is the time since which no object in this cluster names the peer. It is absent
-	// while some object does.
+	// while an object names the peer.
 	// +optional
 	UnusedSince UTCTime `json:"unusedSince,omitempty"`
-	// Held are the released networks of the peer that nodes still refuse.
+	// Held are the released networks of the peer for which nodes still refuse packets.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -76,9 +76,9 @@ type NetworkAllocationSpec struct {
 	// answer.
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
-	// Local are our PodCIDR and ExternalCIDR that the networks in seen represent. The addresses in
-	// endpoints are in the ExternalCIDR of local. Local differs from own only while a change of our
-	// networks is being written.
+	// Local are our PodCIDR and ExternalCIDR at the time of the answer: the networks in seen
+	// represent them. The addresses in endpoints are in the ExternalCIDR of local. Local differs
+	// from own only while a change of our networks is being written.
 	// +optional
 	Local *NetworkPair `json:"local,omitempty"`
 	// Endpoints are the endpoints that are mapped for the peer, sorted by address.
@@ -89,8 +89,9 @@ type NetworkAllocationSpec struct {
 }
 
 // NetworksSince is the resourceVersion at which an object first named its networks. It is valid
-// only if revision and uid match the object: an older version of the manager changes networks
-// without updating networksSince, and a backup may contain the values of another object.
+// only if revision and uid match the object. They may not match, because an older version of the
+// manager changes networks and leaves networksSince as it was, and because a backup may contain the
+// values of another object.
 type NetworksSince struct {
 	// ResourceVersion is the resourceVersion of the object when it first named its present networks.
 	// +kubebuilder:validation:Minimum=1
@@ -103,7 +104,7 @@ type NetworksSince struct {
 	UID string `json:"uid"`
 }
 
-// FreedNetwork is a former network of a peer that nodes no longer have to refuse.
+// FreedNetwork is a former network of a peer. Nodes no longer have to refuse packets for it.
 type FreedNetwork struct {
 	// Network is the freed network.
 	Network AllocatedNetwork `json:"network"`
@@ -112,7 +113,7 @@ type FreedNetwork struct {
 	Revision int64 `json:"revision"`
 }
 
-// HeldNetwork is a released network that nodes refuse for a day.
+// HeldNetwork is a released network. Nodes refuse packets for it for a day.
 type HeldNetwork struct {
 	// Network is the released network.
 	Network AllocatedNetwork `json:"network"`
@@ -180,8 +181,8 @@ type OwnNetworks struct {
 // NetworkAllocation has the networks that our cluster uses for one other cluster, and everything
 // else that the IPAM stores about that cluster. The manager writes it before it publishes a network
 // to the peer. Route agents refuse packets for these networks outside of the tunnel. They stop
-// refusing a network only when each object that named it lists it in freed with a higher revision.
-// Deleting an object, or restoring an older version of it, frees nothing.
+// refusing packets for a network when each object that named the network has it in freed with a
+// higher revision. If an object is deleted or an older version is restored, no network is freed.
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=networkallocations,singular=networkallocation,scope=Cluster,categories=isthmus
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.clusterID`

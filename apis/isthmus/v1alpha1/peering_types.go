@@ -12,8 +12,8 @@ import (
 // +kubebuilder:validation:Pattern=`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`
 type Namespace = string
 
-// PeeringSpec names the cluster to join and how to reach its API server. A person or `isthmus peer`
-// writes it.
+// PeeringSpec names the cluster to join, and states how to reach its API server. A person or
+// `isthmus peer` writes it.
 type PeeringSpec struct {
 	// Cluster is the peer. It cannot be changed: another cluster needs another Peering.
 	// +kubebuilder:validation:XValidation:rule="self.clusterID == oldSelf.clusterID && self.clusterName == oldSelf.clusterName",message="cluster is immutable",reason=FieldValueInvalid
@@ -41,21 +41,21 @@ type PeeringSpec struct {
 	// +optional
 	Services Services `json:"services,omitzero"`
 	// PostQuantum states whether the tunnel may run without a preshared key from ML-KEM-768. Such a
-	// key protects today's traffic against future quantum computers. Two clusters with Isthmus
-	// agree on a key automatically.
+	// key protects traffic that is recorded today against future quantum computers. Two clusters
+	// with Isthmus agree on a key automatically.
 	// +kubebuilder:default=Preferred
 	// +optional
 	PostQuantum PostQuantum `json:"postQuantum,omitempty"`
 	// InBand lets the managers of the two clusters reach each other's API servers through the
 	// tunnel. Our manager uses the tunnel, and our gateway forwards connections from the peer's
-	// gateway to our API server. The Peerings of both clusters must set it. `isthmus peer
-	// --in-band` does so.
+	// gateway to our API server. The Peerings of both clusters must set inBand. `isthmus peer
+	// --in-band` sets it in both.
 	// +optional
 	InBand bool `json:"inBand,omitempty"`
 }
 
-// PostQuantum is Preferred, to use a preshared key if the peer supports it, or Required, to keep
-// the tunnel down without one.
+// PostQuantum is Preferred or Required. With Preferred, the tunnel uses a preshared key if the peer
+// supports it. With Required, the tunnel is down while there is no preshared key.
 // +kubebuilder:validation:Enum=Preferred;Required
 type PostQuantum string
 
@@ -66,11 +66,11 @@ const (
 )
 
 // Services name namespaces whose services are shared with a peer. A service is shared only if one
-// cluster exports its namespace and the other cluster imports it. Without namespaces nothing is
-// shared. `isthmus peer --services` writes them.
+// cluster exports its namespace and the other cluster imports this namespace. If no namespaces are
+// named, nothing is shared. `isthmus peer --services` writes the namespaces.
 type Services struct {
-	// Export are the namespaces whose services the peer gets, if they have a ServiceExport; *
-	// stands for all namespaces.
+	// Export are namespaces; * stands for all. The peer gets their services that have a
+	// ServiceExport.
 	// +kubebuilder:validation:MaxItems=256
 	// +listType=set
 	// +optional
@@ -93,19 +93,19 @@ type ServiceNamespace = string
 // Without restrictions, a network is used unchanged if it is in private space (RFC 1918, 6598 and
 // 4193) and overlaps nothing of this cluster. Any other network is remapped into the pools.
 type Claims struct {
-	// Allowed are networks outside of private space. Networks of the peer inside them may be used
-	// unchanged, like those in private space.
+	// Allowed are networks outside of private space. A network of the peer that is inside one of
+	// these may be used unchanged, like a network in private space.
 	// +kubebuilder:validation:MaxItems=16
 	// +listType=set
 	// +optional
 	Allowed []net.CIDR `json:"allowed,omitempty"`
-	// AlwaysRemap demands that both networks of the peer be remapped.
+	// If AlwaysRemap is true, both networks of the peer are remapped.
 	// +optional
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
-	// Consent names the advertised networks to which an administrator has agreed. Consent is needed
-	// if the peer changes its networks and would thereby get addresses in this cluster that it did
-	// not have before. The previous networks stay in force until the administrator agrees. `isthmus
-	// peer NAME --consent` writes it.
+	// Consent names the advertised networks to which an administrator has agreed. If the peer
+	// changes its networks and would get new addresses in this cluster, the administrator must
+	// agree. Until then, the previous networks stay in force. `isthmus peer NAME --consent` writes
+	// it.
 	// +optional
 	Consent *Consent `json:"consent,omitempty"`
 }
@@ -120,18 +120,18 @@ type Consent struct {
 
 // TenantNamespace names the namespaces of a peering.
 type TenantNamespace struct {
-	// Local is the namespace in this cluster. The peer's identity has no rights outside of it. It
-	// cannot be changed.
+	// Local is the namespace in this cluster. The peer's identity has no rights outside of this
+	// namespace. The name cannot be changed.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
 	Local Namespace `json:"local"`
-	// Remote is the namespace at the peer. It cannot be changed, because our NetworkConfig would
-	// stay behind in the previous namespace.
+	// Remote is the namespace at the peer. The name cannot be changed, because our NetworkConfig
+	// would stay in the previous namespace.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.remote is immutable",reason=FieldValueInvalid
 	Remote Namespace `json:"remote"`
 }
 
-// Overrides replace values that the manager detects or chooses, for example if it cannot detect a
-// correct value. Each is optional.
+// Overrides replace values that the manager otherwise detects or chooses, for example because it
+// cannot detect the correct value. Each override is optional.
 type Overrides struct {
 	// Address is the address of our gateway that is published to this peer, instead of the address
 	// of the gateway's Service.
@@ -171,7 +171,7 @@ type PeeringStatus struct {
 	// +optional
 	Local Networks `json:"local,omitzero"`
 	// Remote are the peer's networks, and the networks that we use for them. While changed networks
-	// wait for consent, Remote has the networks in force.
+	// wait for consent, remote has the networks that are still in use.
 	// +optional
 	Remote Networks `json:"remote,omitzero"`
 	// Endpoint is the address and the port of the peer's gateway.
@@ -192,7 +192,7 @@ type PeeringStatus struct {
 
 // PostQuantumStatus describes the preshared key of the tunnel.
 type PostQuantumStatus struct {
-	// Key is ML-KEM-768 if all sessions with the peer use a preshared key, else none.
+	// Key is ML-KEM-768 if all sessions with the peer use a preshared key. Otherwise it is none.
 	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Key string `json:"key,omitempty"`
@@ -215,11 +215,11 @@ type KeysStatus struct {
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Theirs string `json:"theirs,omitempty"`
-	// TheirsSince is the time at which the TunnelEndpoint got the key in theirs.
+	// TheirsSince is the time at which the manager wrote the key in theirs to the TunnelEndpoint.
 	// +optional
 	TheirsSince *metav1.Time `json:"theirsSince,omitempty"`
-	// Lags is true during a rotation of this cluster's key, until the peer has a session with the
-	// next key.
+	// During a rotation of this cluster's key, lags is true until the peer has a session with the
+	// new key.
 	// +optional
 	Lags bool `json:"lags,omitempty"`
 }

@@ -28,8 +28,8 @@ const (
 type DNSLabel = string
 
 // UTCTime is a time in UTC, such as 2026-11-27T12:00:00Z. Strings sort in the order of the times.
-// It is not a metav1.Time: an API server accepts values of the format date-time that Go cannot
-// parse, and one such value would break the list of all objects of its kind.
+// It is not a metav1.Time, because an API server accepts values of the format date-time that Go
+// cannot parse. With one such value, no program could list the objects of this kind.
 // +kubebuilder:validation:Format=date-time
 // +kubebuilder:validation:Pattern=`^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$`
 type UTCTime = string
@@ -214,8 +214,8 @@ type PeerServicesStatus struct {
 	Refused []RefusedService `json:"refused,omitempty"`
 }
 
-// RefusedService is a service that the importer does not serve, or only in part, with the reason.
-// It is atomic, like ExportedService.
+// RefusedService is a service that the importer does not serve, or serves only in part. It has the
+// reason. It is atomic, like ExportedService.
 // +structType=atomic
 type RefusedService struct {
 	// Namespace of the Service.
@@ -234,7 +234,8 @@ type RefusedService struct {
 }
 
 // PeerServices lists services that a peer exports to this cluster. The peer's manager writes it
-// into the tenant namespace of the peering, which has at most 16: services-0 to services-15.
+// into the tenant namespace of the peering. A namespace has at most 16 PeerServices: services-0 to
+// services-15.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

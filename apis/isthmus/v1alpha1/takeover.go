@@ -22,19 +22,19 @@ type Takeover struct {
 
 // Reasons of a Takeover.
 const (
-	TakeoverReleased   = "Released"   // the previous gateway shut down cleanly (a drain, a rollout, `isthmus release-gateway`), or gave up its votes
+	TakeoverReleased   = "Released"   // the previous gateway shut down cleanly, for example at a drain, a rollout or `isthmus release-gateway`, or it gave up its votes
 	TakeoverNotHeard   = "NotHeard"   // a majority of the voting nodes did not hear the previous gateway
 	TakeoverExpired    = "Expired"    // the previous gateway did not renew the Lease
 	TakeoverNoneActive = "NoneActive" // there was no Lease, or no gateway was known to be active
-	TakeoverResumed    = "Resumed"    // the gateway was active before its restart, and could reach no API server
+	TakeoverResumed    = "Resumed"    // the gateway was active before its restart, and no API server answered
 )
 
 // TakeoverReasons has all reasons of a Takeover.
 var TakeoverReasons = []string{TakeoverReleased, TakeoverNotHeard, TakeoverExpired, TakeoverNoneActive, TakeoverResumed}
 
-// TakeoverOf parses the value of AnnotationTakeover. If the value names another gateway than
-// holder, it returns the zero Takeover: an older version of the gateway leaves the annotation of
-// its predecessor in place.
+// TakeoverOf parses the value of AnnotationTakeover. holder is the gateway that holds the Lease. If
+// the value names another gateway, TakeoverOf returns the zero Takeover: an older version of the
+// gateway does not write the annotation, so that of its predecessor stays in place.
 func TakeoverOf(annotation, holder string) Takeover {
 	var t Takeover
 	if json.Unmarshal([]byte(annotation), &t) != nil || t.Pod != holder {
@@ -78,7 +78,7 @@ func (t Takeover) String() string {
 // A Mandate states since when a gateway is active, and why.
 // +kubebuilder:object:generate=false
 type Mandate struct {
-	Epoch int32     `json:"epoch"` // higher with each takeover
+	Epoch int32     `json:"epoch"` // grows with each takeover
 	Since time.Time `json:"since"`
 	Takeover
 }

@@ -2,9 +2,9 @@
 // TunnelEndpoint, NatMapping and IpamStorage.
 //
 // The group belongs to Liqo. Names, JSON fields, defaults and printer columns are those of Liqo
-// v0.9.4. Liqo v0.6 to v0.10 exchange the same NetworkConfig. A cluster that runs Liqo and one that
-// runs Isthmus can therefore be peered, and each accepts the output of `kubectl get -o yaml` from
-// the other. The oddities stay in this package: the literal "None" where a network is not remapped,
+// v0.9.4. Liqo v0.6 to v0.10 exchange the same NetworkConfig. Therefore a cluster with Liqo and a
+// cluster with Isthmus can be peered, and each accepts the output of `kubectl get -o yaml` from the
+// other. The oddities stay in this package: the literal "None" where a network is not remapped,
 // decimal ports in strings, and "backend_config" in snake case. Package fabric turns them into
 // typed values.
 //

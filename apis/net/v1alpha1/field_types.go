@@ -29,11 +29,11 @@ type CIDR = string
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsIP(cidr(self).ip()) && cidr(self).prefixLength() >= cidr(n).prefixLength()) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type NATCIDR = string
 
-// EndpointHost is the address of a gateway: an IP address, or a DNS name if a load balancer has no
-// IP address. Names come from Service statuses or from an annotation that a person wrote. Therefore
-// upper case, underscores and a final dot are accepted. A name that ends in a number is refused as
-// a mistyped address. Code that resolves the name must check the resulting address, because a name
-// may resolve to any address.
+// EndpointHost is the address of a gateway: an IP address, or a DNS name if the gateway's load
+// balancer has no IP address. A name comes from the status of a Service, or from an annotation that
+// a person wrote. Therefore upper case, underscores and a final dot are accepted. A name that ends
+// in a number is refused as a mistyped address. Code that resolves the name must check the
+// resulting address, because a name may resolve to any address.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=253
 // +kubebuilder:validation:XValidation:rule="isIP(self) || (self.matches('^([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?[.])*[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?[.]?$') && !self.matches('(^|[.])([0-9]+|0[xX][0-9A-Fa-f]*)[.]?$'))",message="must be an IP address or a DNS name",reason=FieldValueInvalid
@@ -47,9 +47,9 @@ type ConfigValue = string
 // BackendConfig holds the parameters of the tunnel: publicKey, a WireGuard public key in base64,
 // and port, a decimal string. Liqo writes nothing else. If a gateway has several tunnels, Isthmus
 // also writes the key tunnels: up to 15 entries PORT:PUBLICKEY, separated by commas. Other keys are
-// ignored, so that later versions can add some; their number and length are limited. The zero
-// public key is refused, because WireGuard uses it for "no key". The controllers check that all
-// ports and public keys differ.
+// ignored, so that later versions can add keys. The number and the length of keys are limited. The
+// zero public key is refused, because WireGuard uses it for "no key". The controllers check that
+// all ports and public keys differ.
 // +kubebuilder:validation:MaxProperties=16
 // +kubebuilder:validation:XValidation:rule="self.all(k, k.size() > 0 && k.size() <= 63)",message="keys must have 1 to 63 characters",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="'publicKey' in self && 'port' in self",message="must have the keys publicKey and port",reason=FieldValueRequired
@@ -61,8 +61,8 @@ type ConfigValue = string
 // +kubebuilder:object:generate=false
 type BackendConfig map[string]ConfigValue
 
-// DeepCopy returns a copy that shares nothing with in. It is written by hand because controller-gen
-// v0.23 does not copy maps of alias types.
+// DeepCopy returns a copy that shares no memory with the original. It is written by hand because
+// controller-gen v0.23 does not copy maps of alias types.
 func (in BackendConfig) DeepCopy() BackendConfig { return maps.Clone(in) }
 
 // BackendType names the tunnel driver. Liqo's field is a plain string, but WireGuard is the only

@@ -2,9 +2,9 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// StoredCIDR is a network in the IPAM state, or empty if the network is not known. The IPAM checks
-// whether the network is plausible; the schema cannot, because reserved networks may be of any kind
-// and length.
+// StoredCIDR is a network in the IPAM state, or empty if the network is not known. The schema
+// checks only the notation, because reserved networks may be of any kind and length. The IPAM
+// checks whether the network is plausible.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string
@@ -61,11 +61,11 @@ type EndpointMapping struct {
 type ConfiguredCluster struct{}
 
 // IpamStorageSpec is the whole state of the IPAM. Liqo creates it with empty maps, lists and
-// strings, and then replaces one field at a time by JSON patches. Such a patch needs the field to
-// exist, so no field may be omitted.
+// strings, and then replaces one field at a time by JSON patches. Such a patch fails if the field
+// does not exist, so no field may be omitted.
 type IpamStorageSpec struct {
-	// Prefixes is the state of Liqo's allocator, keyed by prefix. The values are Go gobs, which no
-	// other program can use. The schema does not limit their length, because a gob grows with each
+	// Prefixes is the state of Liqo's allocator, keyed by prefix. The values are Go gobs, which
+	// only Liqo can use. The schema does not limit their length, because a gob grows with each
 	// allocated address.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(p, p.size() <= 64)",message="keys must be prefixes of at most 64 characters",reason=FieldValueInvalid

@@ -7,9 +7,8 @@ import (
 )
 
 // UniqueName returns the name of the cluster in object names: clusterName, a dash and the first six
-// hexadecimal digits of the SHA-256 of clusterID. The receiver's unique name is the name of a
-// NetworkConfig, both of the original and of the copy. The peer's unique name is the name of a
-// TunnelEndpoint.
+// hexadecimal digits of the SHA-256 of clusterID. A NetworkConfig, original or copy, has the unique
+// name of its receiver as name. A TunnelEndpoint has the unique name of the peer.
 func (c ClusterIdentity) UniqueName() string {
 	sum := sha256.Sum256([]byte(c.ClusterID))
 	return c.ClusterName + "-" + hex.EncodeToString(sum[:])[:6]
@@ -27,8 +26,8 @@ const (
 )
 
 // ConditionAccepted is True on the copy of a NetworkConfig if the receiver accepts its content.
-// Otherwise the message names the refused field. The sender sees the condition on the original, to
-// which the status is copied.
+// Otherwise the message names the refused field. The status is copied to the original, so the
+// sender sees the condition there.
 const ConditionAccepted = "Accepted"
 
 // Reasons of ConditionAccepted. Only the first has the status True.
@@ -40,14 +39,15 @@ const (
 	ReasonKeyConflict  = "KeyConflict"   // the public key belongs to us or to another peer
 	ReasonEndpoint     = "BadEndpoint"   // the gateway's address is reserved, or inside a network of ours or of a peer
 	ReasonExhausted    = "Exhausted"     // the pools have no free network of that length
-	ReasonConsent      = "ConsentNeeded" // the advertised networks changed and need new addresses; an administrator has to agree
+	ReasonConsent      = "ConsentNeeded" // the advertised networks changed and would get new addresses; an administrator has to agree
 	ReasonCIDRConflict = "CIDRConflict"  // the network that spec.overrides of the Peering demands is not free
 	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )
 
-// ConditionConnected is True on a TunnelEndpoint if the peer answers; otherwise its reason states
-// why not. Liqo's definition has no conditions, only status.connection. If status.connection.status
-// is Error, status.connection.statusMessage has the message of the condition.
+// ConditionConnected is True on a TunnelEndpoint if the peer answers. Otherwise its reason states
+// why not. Liqo has no conditions, and has the state only in status.connection. If
+// connection.status is Error, connection.statusMessage has the same text as the message of the
+// condition.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only Connected and NarrowPath have the status True.
@@ -57,7 +57,7 @@ const (
 	CauseNotApplied   = "NotApplied"   // the kernel of the gateway's node refuses a part of the peer's configuration
 	CauseEndpointName = "EndpointName" // the DNS name of the peer's gateway resolves to no permitted address
 	CauseSendError    = "SendError"    // the kernel cannot send to the peer; the message has its error
-	CauseWrongKey     = "WrongKey"     // handshakes come from the peer's address, but one cluster has a wrong key of the other, or a clock was set back
+	CauseWrongKey     = "WrongKey"     // handshakes come from the peer's address, but one cluster has a wrong public key of the other, or a clock was set back
 	CauseAnswersLost  = "AnswersLost"  // the peer's handshakes arrive here, but our answers do not reach the peer
 	CauseNoAnswer     = "NoAnswer"     // the peer never answered
 
@@ -65,20 +65,20 @@ const (
 	CauseRangesDisagree  = "RangesDisagree"  // the peer's packets arrive, but their addresses are outside the agreed networks
 	CauseProbeUnanswered = "ProbeUnanswered" // the peer's packets arrive, but no answers to the connection check
 	CauseNarrowPath      = "NarrowPath"      // the path loses packets of the full MTU, so the gateway sends smaller ones; the condition is True
-	CausePathMTU         = "PathMTU"         // the path loses packets even of the smallest permitted MTU
+	CausePathMTU         = "PathMTU"         // the path loses even packets of the smallest permitted MTU
 )
 
 // Causes are the reasons of ConditionConnected.
 var Causes = []string{CauseConnected, CauseConnecting, CauseNotApplied, CauseEndpointName, CauseSendError, CauseWrongKey, CauseAnswersLost,
 	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered, CauseNarrowPath, CausePathMTU}
 
-// Carries reports whether ConditionConnected is True for a cause. If so, the peer receives our
-// packets, and its answers arrive here.
+// Carries reports whether ConditionConnected is True for a cause. True means that the peer receives
+// our packets, and that its answers arrive here.
 func Carries(cause string) bool { return cause == CauseConnected || cause == CauseNarrowPath }
 
-// None in a NAT field means that the network is not remapped. The field must not be empty instead:
-// Liqo copies the status of a NetworkConfig into its TunnelEndpoint, and its gateway rejects a
-// TunnelEndpoint with an empty NAT field.
+// None in a NAT field means that the network is not remapped. An empty field cannot mean this: Liqo
+// copies the field from the status of a NetworkConfig into its TunnelEndpoint, and Liqo's gateway
+// rejects a TunnelEndpoint with an empty NAT field.
 const None = "None"
 
 // BackendWireGuard is the only backendType.
@@ -86,27 +86,27 @@ const BackendWireGuard = "wireguard"
 
 // Keys of backend_config and of status.connection.peerConfiguration.
 const (
-	// ConfigPublicKey holds a WireGuard public key, base64 of 32 octets.
+	// ConfigPublicKey holds a WireGuard public key: 32 octets in base64.
 	ConfigPublicKey = "publicKey"
-	// ConfigPort holds the UDP port of the gateway, decimal.
+	// ConfigPort holds the UDP port of the gateway, in decimal.
 	ConfigPort = "port"
-	// ConfigTunnels holds the additional tunnels of a gateway with more than one: PORT:PUBLICKEY
-	// for each, in order and separated by commas, at most 15. publicKey and port describe the first
-	// tunnel. Liqo has no such key and ignores it (backend_config only).
+	// If a gateway has more than one tunnel, ConfigTunnels holds the additional ones: at most 15
+	// entries PORT:PUBLICKEY, in order and separated by commas. publicKey and port describe the
+	// first tunnel. Liqo has no such key and ignores it (backend_config only).
 	ConfigTunnels = "tunnels"
-	// ConfigInBand is "true" if the sender's Peering has spec.inBand: the sender's manager uses the
-	// tunnel, and the sender's gateway lets the receiver's manager through, if both sides publish
-	// "true". Liqo has no such key (NetworkConfig only).
+	// ConfigInBand is "true" if the sender's Peering has spec.inBand. If both sides publish "true",
+	// the sender's manager uses the tunnel, and the sender's gateway lets the receiver's manager
+	// through. Liqo has no such key (NetworkConfig only).
 	ConfigInBand = "inBand"
 	// ConfigKeyProof proves to the receiver that the sender has the private keys of its tunnels. If
-	// two peers publish the same public key, the receiver accepts the peer with a proof. Liqo has
-	// no such key (NetworkConfig only).
+	// two peers publish the same public key, the receiver accepts the peer that has a proof. Liqo
+	// has no such key (NetworkConfig only).
 	ConfigKeyProof = "keyProof"
 	// ConfigEndpointIP holds the address to which the endpoint was resolved (peerConfiguration
 	// only).
 	ConfigEndpointIP = "endpointIP"
-	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen in this cluster,
-	// separated by a comma and a blank (peerConfiguration only).
+	// ConfigAllowedIPs holds the networks that this cluster uses for the peer's PodCIDR and
+	// ExternalCIDR, separated by a comma and a blank (peerConfiguration only).
 	ConfigAllowedIPs = "allowedIPs"
 	// ConfigPreshared names the key exchange that made the preshared key of the present sessions
 	// with the peer. It is absent if a session has no preshared key. Liqo has no such key
@@ -118,8 +118,8 @@ const (
 	ConfigOwnKey = "ownPublicKey"
 )
 
-// TunnelPortName returns the name of the port for tunnel i in the Service of the gateway:
-// wireguard, as in Liqo, for tunnel 0, then wireguard-1, wireguard-2 and so on.
+// TunnelPortName returns the name of the port for tunnel i in the Service of the gateway. For
+// tunnel 0, it is wireguard, as in Liqo. The next names are wireguard-1, wireguard-2 and so on.
 func TunnelPortName(i int) string {
 	if i == 0 {
 		return BackendWireGuard
@@ -159,9 +159,10 @@ const (
 	// LabelGateway is "true" on the Service of the gateway. On a gateway's Pod it is GatewayActive
 	// or GatewayStandby.
 	LabelGateway = "net.liqo.io/gateway"
-	// GatewayActive is the value on the Pod of the active gateway, which the Service selects.
+	// GatewayActive is the value of LabelGateway on the Pod of the active gateway. The Service
+	// selects this Pod.
 	GatewayActive = "active"
-	// GatewayStandby is the value on the Pods of gateways that wait to take over.
+	// GatewayStandby is the value of LabelGateway on the Pods of gateways that wait to take over.
 	GatewayStandby = "standby"
 	// LabelShadowPod is "true" on Pods that run in another cluster.
 	LabelShadowPod = "liqo.io/shadowPod"

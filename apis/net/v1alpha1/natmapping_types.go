@@ -12,14 +12,14 @@ import (
 type NatMappingSpec struct {
 	// ClusterID is the ID of the peer.
 	ClusterID ClusterID `json:"clusterID"`
-	// PodCIDR is the network of the peer's pods as seen in this cluster. Only packets from this
+	// PodCIDR is the network that this cluster uses for the peer's pods. Only packets from this
 	// network may use the mappings.
 	PodCIDR CIDR `json:"podCIDR"`
-	// ExternalCIDR is our ExternalCIDR as seen by the peer.
+	// ExternalCIDR is the network that the peer uses for our ExternalCIDR.
 	ExternalCIDR CIDR `json:"externalCIDR"`
 	// ClusterMappings maps the real address of each endpoint to the address in externalCIDR by
-	// which the peer reaches the endpoint. The tunnel address 169.254.0.1 is always in the map. It
-	// is the only permitted link-local address.
+	// which the peer reaches the endpoint. The gateway's tunnel address, 169.254.0.1, is always in
+	// the map. No other link-local address is permitted.
 	ClusterMappings EndpointMap `json:"clusterMappings"`
 }
 
@@ -29,7 +29,7 @@ type NatMappingSpec struct {
 // +kubebuilder:object:generate=false
 type EndpointMap map[string]IPAddress
 
-// DeepCopy returns a copy that shares nothing with in.
+// DeepCopy returns a copy that shares no memory with the original.
 func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
 
 // NatMappingStatus has only Conditions, which Liqo lacks.
@@ -45,8 +45,8 @@ type NatMappingStatus struct {
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 
-// NatMapping makes endpoints outside of the PodCIDR (the gateway's own tunnel address, external
-// hosts, pods of third clusters) reachable for one peer. It never leaves its cluster.
+// NatMapping makes endpoints outside of the PodCIDR reachable for one peer, such as the gateway's
+// own tunnel address, external hosts, and pods of third clusters. It never leaves its cluster.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

@@ -6,13 +6,13 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // receiver's cluster, the sender's replicator writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.podCIDR) || !isCIDR(self.externalCIDR) || !(cidr(self.podCIDR).containsIP(cidr(self.externalCIDR).ip()) || cidr(self.externalCIDR).containsIP(cidr(self.podCIDR).ip()))",message="podCIDR and externalCIDR must not overlap",fieldPath=".externalCIDR",reason=FieldValueInvalid
 type NetworkConfigSpec struct {
-	// RemoteCluster is the receiver of this object. In the receiver's own cluster, the copy
-	// therefore names that cluster itself.
+	// RemoteCluster is the receiver of this object. The copy in the receiver's cluster therefore
+	// names the cluster in which it is.
 	RemoteCluster ClusterIdentity `json:"cluster"`
 	// PodCIDR is the network of the sender's pods.
 	PodCIDR CIDR `json:"podCIDR"`
-	// ExternalCIDR is the network whose addresses stand for endpoints that the sender makes
-	// reachable and that are not its pods.
+	// The sender makes endpoints reachable that are not its pods. ExternalCIDR is the network whose
+	// addresses stand for these endpoints.
 	ExternalCIDR CIDR `json:"externalCIDR"`
 	// EndpointIP is the IP address or the DNS name of the sender's gateway.
 	EndpointIP EndpointHost `json:"endpointIP"`
@@ -51,8 +51,9 @@ type NetworkConfigStatus struct {
 // NetworkConfig carries the network parameters of one cluster to another. Each side of a peering
 // has two: its own (label liqo.io/replication "true"), and the copy of the peer's.
 //
-// The rules compare the prefix lengths of NAT networks with spec only when an answer is written. An
-// answer that no longer matches spec must not keep the sender from publishing new parameters.
+// The CEL rules of this kind compare the prefix lengths of the NAT networks in status with spec
+// only when a write changes these networks. So if the sender publishes new networks, an old answer
+// that does not match them is no error.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:path=networkconfigs,categories=liqo

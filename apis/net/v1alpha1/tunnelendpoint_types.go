@@ -6,9 +6,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TunnelEndpointSpec is everything that the gateway and the route agents need to know about one
-// peer: the two networks of each side, the networks that the other side uses for them, and the
-// address of the peer's gateway. The manager writes it.
+// TunnelEndpointSpec is the configuration of the gateway and the route agents for one peer: the two
+// networks of each side, the networks that the other side uses for them, and the address of the
+// peer's gateway. The manager writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.localPodCIDR) || !isCIDR(self.localExternalCIDR) || !(cidr(self.localPodCIDR).containsIP(cidr(self.localExternalCIDR).ip()) || cidr(self.localExternalCIDR).containsIP(cidr(self.localPodCIDR).ip()))",message="localPodCIDR and localExternalCIDR must not overlap",fieldPath=".localExternalCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.remotePodCIDR) || !isCIDR(self.remoteExternalCIDR) || !(cidr(self.remotePodCIDR).containsIP(cidr(self.remoteExternalCIDR).ip()) || cidr(self.remoteExternalCIDR).containsIP(cidr(self.remotePodCIDR).ip()))",message="remotePodCIDR and remoteExternalCIDR must not overlap",fieldPath=".remoteExternalCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!has(self.localNATPodCIDR) || !isCIDR(self.localNATPodCIDR) || !isCIDR(self.localPodCIDR) || (cidr(self.localNATPodCIDR).prefixLength() == cidr(self.localPodCIDR).prefixLength() && cidr(self.localNATPodCIDR).ip().family() == cidr(self.localPodCIDR).ip().family())",message="localNATPodCIDR must have the address family and prefix length of localPodCIDR",fieldPath=".localNATPodCIDR",reason=FieldValueInvalid
@@ -81,9 +81,10 @@ const (
 
 // ConnectionLatency is the last measured round-trip time to the peer.
 type ConnectionLatency struct {
-	// Value is N/A, or a whole number of milliseconds (7ms), or of microseconds if it is below one
-	// millisecond (690μs). The letter is the Greek mu, U+03BC; the micro sign U+00B5 is accepted
-	// too. The number is negative if the clock was set back between ping and pong.
+	// Value is N/A or a whole number of milliseconds, such as 7ms. Below one millisecond, it is a
+	// whole number of microseconds, such as 690μs. The letter is the Greek mu, U+03BC; the micro
+	// sign U+00B5 is accepted too. The number is negative if the clock was set back between ping
+	// and pong.
 	// +optional
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule="self.matches('^(N/A|-?[0-9]+(s|ms|[μµ]s))$')",message="must be N/A or a whole number of ms or μs",reason=FieldValueInvalid
@@ -100,7 +101,7 @@ type ConnectionLatency struct {
 // +kubebuilder:object:generate=false
 type PeerConfiguration map[string]ConfigValue
 
-// DeepCopy returns a copy that shares nothing with in.
+// DeepCopy returns a copy that shares no memory with the original.
 func (in PeerConfiguration) DeepCopy() PeerConfiguration { return maps.Clone(in) }
 
 // Connection is the state of the tunnel to the peer.
