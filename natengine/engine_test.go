@@ -82,6 +82,11 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 		{"peer b: appears twice", func(b, c *Peer) { c.ID = "b" }},
 		{"peer without ID", func(b, c *Peer) { c.ID = "" }},
 		{"peer b: MSS 20 is too small", func(b, c *Peer) { b.MSS = 20 }},
+		{"need more than 32768 nodes of the lookup table", func(b, c *Peer) { // two for each network
+			for i := range 1<<14 + 1 {
+				c.RemotePods = append(c.RemotePods, netip.PrefixFrom(netip.AddrFrom4([4]byte{20 + byte(i>>8), byte(i), 0, 0}), 25))
+			}
+		}},
 	} {
 		e := newEngine(t, Config{}, peerB())
 		b, other := peerB(), peerC()

@@ -215,6 +215,9 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 		t.rules[i] = newRule(p, state(p.ID), self)
 		t.add4(t.rules[i])
 	}
+	if len(t.remotes4.nodes) > deeper {
+		return nil, fmt.Errorf("the IPv4 networks of peers need more than %d nodes of the lookup table, because those longer than /16 are in too many different /16 networks", deeper)
+	}
 	slices.SortFunc(t.rules, func(a, b *rule) int { return cmp.Compare(a.spec.ID, b.spec.ID) })
 	t.add6()
 	return t, nil
