@@ -99,7 +99,7 @@ func (h *hostileTable) read(line string) string {
 		}
 		h.results, h.left = map[string]int{}, nil
 		for _, b := range packets {
-			h.results[h.judge(dir, b)]++
+			h.results[h.process(dir, b)]++
 		}
 		if len(packets) == 1 {
 			return octets(packets[0])
@@ -122,9 +122,9 @@ func (h *hostileTable) read(line string) string {
 	return ""
 }
 
-// judge sends one packet and returns the result as text. It also checks the properties that
+// process sends one packet and returns the result as text. It also checks the properties that
 // hold for every packet.
-func (h *hostileTable) judge(dir Direction, in []byte) string {
+func (h *hostileTable) process(dir Direction, in []byte) string {
 	b := bytes.Clone(in)
 	var v packet.View
 	if err := v.Parse(b, packet.ChecksumComplete); err != nil {
@@ -134,15 +134,15 @@ func (h *hostileTable) judge(dir Direction, in []byte) string {
 		}
 		return fmt.Sprintf("drop %v (%v)", d, err)
 	}
-	judge := h.engine.Outbound
+	process := h.engine.Outbound
 	if dir == Inbound {
-		judge = h.engine.Inbound
+		process = h.engine.Inbound
 	}
-	verdict := judge(&v, duration(int32(h.now)))
+	verdict := process(&v, duration(int32(h.now)))
 	switch verdict.Action {
 	case Discard, Hold:
 		if !bytes.Equal(b, in) {
-			h.t.Errorf("%s:%d: %s: changed though it does not go on", hostileFile, h.line, h.name)
+			h.t.Errorf("%s:%d: %s: the packet was changed, although it is not forwarded", hostileFile, h.line, h.name)
 		}
 		if verdict.Action == Discard {
 			return "drop " + verdict.Drop.String()

@@ -72,7 +72,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 			break
 		}
 		if time.Since(begin) > clustertest.Patient {
-			t.Fatal("ForeignClusters do not go")
+			t.Fatal("the API server still serves ForeignClusters")
 		}
 	}
 

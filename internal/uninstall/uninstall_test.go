@@ -265,7 +265,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		must(t, c.Client.Delete(t.Context(), &theirs))
 		for begin := time.Now(); !clustertest.Deleted(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
 			if time.Since(begin) > clustertest.Patient {
-				t.Fatalf("%s: it does not go", name)
+				t.Fatalf("%s: the namespace is not deleted", name)
 			}
 		}
 	}

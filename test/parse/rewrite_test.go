@@ -200,13 +200,13 @@ func TestTranslatedPacketsHaveChecksumsThatGopacketVerifies(t *testing.T) {
 		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
 			t.Fatal(err)
 		}
-		judge := e.Outbound
+		process := e.Outbound
 		if !outbound {
-			judge = e.Inbound
+			process = e.Inbound
 		}
-		if judge(&v, time.Second).Action != natengine.Forward {
+		if process(&v, time.Second).Action != natengine.Forward {
 			if !bytes.Equal(b, in) {
-				t.Fatal("changed, though it does not go on")
+				t.Fatal("the packet was changed, although it is not forwarded")
 			}
 			continue
 		}
