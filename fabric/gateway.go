@@ -297,9 +297,9 @@ func (k *keeper) drop(p *Peer) {
 	}
 }
 
-// site returns a copy of a Site, to which it adds our own networks, and the networks of accepted
-// peers, which the host routes into the tunnel. If an endpoint were in such a network, the host
-// would route the tunnel's own packets into the tunnel.
+// site returns a copy of s with our own networks and those of accepted peers, in which no endpoint
+// may be. The host routes the networks of peers into the tunnel, so it would also route the tunnel's
+// own packets to such an endpoint into the tunnel.
 func (k *keeper) site(s Site) Site {
 	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
 	for _, l := range k.local {

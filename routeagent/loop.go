@@ -59,7 +59,7 @@ type state struct {
 type decided struct {
 	revision int
 	intent   fabric.NodeIntent // without the values that the agent itself finds on its node
-	refused  []netip.Prefix    // all networks of peers
+	refused  []netip.Prefix    // networks of all peers; the node refuses packets for them outside the tunnel
 	held     []fabric.Problem  // problems of the NetworkAllocations
 
 	from     *fabric.NodeIntent // complete intent for which the state was last computed; nil: none yet

@@ -148,8 +148,9 @@ func (b *Bind) SegmentationRefused() uint64 { return b.refused.Load() }
 // Endpoint returns the endpoint of a remote address. The kernel chooses the local address.
 func (b *Bind) Endpoint(addr netip.AddrPort) conn.Endpoint { return newEndpoint(addr, netip.Addr{}) }
 
-// Send sends datagrams to an Endpoint, in order, and continues after an error. Unsent returns
-// the number of datagrams that were not sent. Send blocks while the socket's buffer is full.
+// Send sends datagrams to an Endpoint, in order, and continues after an error. The function Unsent
+// reads the number of datagrams that were not sent from the error. Send blocks while the socket's
+// buffer is full.
 func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	e, ok := ep.(*endpoint)
 	if !ok {

@@ -55,7 +55,7 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 // A datagram is an entry of a turns queue.
 type datagram struct {
 	at        netip.AddrPort // inbound: source; outbound: destination
-	requester *peer          // outbound: the peer to whose message this is the answer; it waits in this peer's queue. nil: it waits in the queue of its destination address
+	requester *peer          // outbound: the peer whose message this packet answers, and in whose queue it waits. nil: the packet waits in the queue of its destination address
 	b         []byte         // inbound: payload; outbound: complete packet; owned
 	size      int            // outbound: length to which the packet must be padded; 0: no padding
 }

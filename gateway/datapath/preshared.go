@@ -171,9 +171,8 @@ func (s *preshared) tryKey() {
 	}
 }
 
-// handleCrossing handles two handshakes that have crossed. The peer does not use our last response
-// then, so that response does not show whether the peer has the new key. So the next response uses
-// the same key.
+// handleCrossing handles two handshakes that have crossed. The peer ignores our last response, so we
+// do not learn whether it has the new key. The next response therefore uses the key of the last one.
 func (s *preshared) handleCrossing() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -57,7 +57,8 @@ type addrSigns struct {
 	earlier  time.Time // when data of a session that we do not have last arrived
 }
 
-// signs returns the recorded signs. A nil p has none.
+// signs returns when unexplained messages of each kind last came from the address. The result for a
+// nil p is empty.
 func (p *addrSigns) signs(now time.Time) (s Signs) {
 	if p == nil {
 		return s

@@ -335,8 +335,8 @@ func (p *tap) addInner(peer *natengine.PeerState, b []byte, headers int) {
 	p.add(capture.Tunnel, len(b), preposition+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
 }
 
-// wantsEnds reports whether the capture selects the ends of the parsed packet, either before or
-// after NAT.
+// wantsEnds reports whether the capture selects the addresses and ports that the parsed packet has
+// before or after NAT.
 func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	c, v := p.to, &p.view
 	tuple := natengine.TupleOf(v, p.dir)

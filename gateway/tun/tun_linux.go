@@ -50,8 +50,8 @@ var (
 
 // Options select features of the kernel for Open. The zero value is the default.
 type Options struct {
-	// USO lets the kernel pass UDP superpackets, which local or forwarded senders make with
-	// UDP_SEGMENT (Linux 6.2 and later). See TrustsUSO.
+	// USO lets the kernel pass UDP superpackets (Linux 6.2 and later). A sender, local or behind
+	// this host, makes them with UDP_SEGMENT. See TrustsUSO.
 	USO bool
 }
 

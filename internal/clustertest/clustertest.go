@@ -168,7 +168,7 @@ func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 // Report records a line.
 func (p *Pair) Report(line string) { p.Lines = append(p.Lines, line) }
 
-// Reported returns the lines since the last call.
+// Reported returns the lines that were passed to Report since the last call of Reported.
 func (p *Pair) Reported() string {
 	text := strings.Join(p.Lines, "\n")
 	p.Lines = nil

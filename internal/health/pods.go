@@ -128,8 +128,7 @@ func (f Components) problems(pods []*corev1.Pod) string {
 	return ": " + safetext.FirstFew(all, "; ")
 }
 
-// ExplainManager adds the problems of the manager's Pods to the hop of its Lease if no manager is
-// active.
+// ExplainManager adds the problems of the manager's Pods to HopManager, if no manager is active.
 func (f Components) ExplainManager(hop *Hop) {
 	if hop.State != Broken {
 		return

@@ -467,9 +467,9 @@ func isEstablished(crd *unstructured.Unstructured) bool {
 // DefinitionKind is the kind of custom resource definitions.
 var DefinitionKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
 
-// MadeByUs reports whether a namespace belongs to Isthmus, because it has our label, or because it
-// is nil and we will create it. Only such a namespace gets our label, and `isthmus uninstall`
-// deletes only such a namespace.
+// MadeByUs reports whether Isthmus has created a namespace, which then has our label. If namespace
+// is nil, it does not exist, and we will create it. `isthmus uninstall` deletes a namespace only if
+// MadeByUs returns true.
 func MadeByUs(namespace *unstructured.Unstructured) bool {
 	return namespace == nil || namespace.GetLabels()[cluster.LabelName] == cluster.ManagedBy
 }

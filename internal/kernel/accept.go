@@ -53,7 +53,7 @@ func (a Accept) WithGatewaysOf(b Accept) Accept {
 	return a
 }
 
-// The values of Program: the programs that own the chain.
+// The values of Accept.Program, which names the program that owns the chain.
 const (
 	IptablesNFT    = "iptables-nft"
 	IptablesLegacy = "iptables-legacy"

@@ -53,8 +53,8 @@ type Owner struct {
 	Name     string // for messages
 	Lock     string // name of the nftables table that is the lock: only one process per network namespace can have it
 	Protocol int    // protocol number of all its routes and rules
-	Filter   bool   // it has a Filter
-	NAT      bool   // it has a SourceNAT, Accepts and a Bridge
+	Filter   bool   // the program has a Filter
+	NAT      bool   // the program has a SourceNAT, Accepts and a Bridge
 	Devices  []Place
 	Tables   [2][]int // tables with its routes, by Namespace
 }

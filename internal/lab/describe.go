@@ -49,22 +49,22 @@ func (l *Lab) Describe(w io.Writer) error {
 	return table.Flush()
 }
 
-// Lookup returns the address at which the host from reaches another host of the lab. name is that
-// other host's name or an address, which Lookup returns unchanged.
-func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
+// Lookup returns the address at which a viewer reaches another host of the lab. name is that other
+// host's name, or an address, which Lookup returns unchanged.
+func (l *Lab) Lookup(viewer *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil
 	}
-	viewer := l.clusterOf(from)
+	from := l.clusterOf(viewer)
 	for _, c := range l.Clusters {
 		addr, ok := c.address(name)
 		if !ok {
 			continue
 		}
-		if viewer == nil { // from is the underlay, which belongs to no cluster
+		if from == nil { // the viewer is the underlay, which belongs to no cluster
 			return addr, nil
 		}
-		return l.Seen(viewer, c, addr)
+		return l.Seen(from, c, addr)
 	}
 	_, err := l.Host(name)
 	if err == nil {

@@ -203,9 +203,9 @@ func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 
 // Tick must be called once per beat. It returns the ask for each voter; the asks differ only in
 // Ask.Heard. mayClaim permits the gateway to claim an epoch as soon as it could get a majority.
-// hasLease means that the gateway has a mandate by the Lease. When a mandate has ended for lack of
-// answers, Tick returns releases for the voters that the earlier asks have bound. A voter whose
-// answers were lost may still receive its release.
+// hasLease means that the gateway has a mandate by the Lease. If a mandate has ended for lack of
+// answers, Tick returns asks that release the voters. A voter may have granted its vote although
+// its answers were lost, and may receive the release.
 func (g *Gateway) Tick(now Time, mayClaim, hasLease bool) map[ID]Ask {
 	switch {
 	case mayClaim && g.Could(now):

@@ -18,8 +18,8 @@ import (
 )
 
 // checkServices sets s.shares if the cluster shares services. Such a cluster has the admission
-// policy for the objects that its manager creates for services. checkServices returns an error if a
-// person chose services to share and the cluster does not share any.
+// policy for the objects that its manager creates for services. checkServices returns an error if
+// the options choose services to share, but sharing is off in the cluster.
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
 	policy.Name = deploy.ManagerServicesPolicy

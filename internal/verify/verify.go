@@ -52,8 +52,8 @@ type Loss struct {
 var ErrNotPeered = errors.New("not peered")
 
 // Run creates Pods in both clusters, makes them send, and deletes them, even if ctx ends. If Run
-// returns an error, the Report has the results before the error. The end of ctx is an error, unless
-// Continuous had begun.
+// returns an error, the Report has the results before the error. If ctx ends, Run returns an error,
+// unless it has already begun to send continuously (Options.Continuous).
 func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report *Report, err error) {
 	report = &Report{At: time.Now(), Results: []Result{}}
 	clusters := [2]*cluster.Cluster{local, remote}

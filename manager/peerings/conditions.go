@@ -60,7 +60,7 @@ type peeringState struct {
 	allocation   ipam.Allocation     // allocation of the peer; zero: none
 	translations [2]ipam.Translation // explanation of the peer's networks here; zero: the claim is refused
 	unstored     *metav1.Condition   // condition Accepted of the peer's NetworkConfig, if the API server drops conditions; nil: it stores them, or we have not answered yet
-	keyOwner     string              // another peer that has a key of the claim, if the claim is refused because of the key
+	keyOwner     string              // the peer that owns a key in this peer's NetworkConfig, if we refuse the NetworkConfig because of that
 }
 
 // steps has the conditions on which Ready depends, in the order in which they become true.

@@ -49,7 +49,7 @@ type MetadataValue string
 
 // PeerServicesSpec lists exported services. The exporter's manager writes it.
 type PeerServicesSpec struct {
-	// Services are the exported services of this shard.
+	// Services are the exported services in this object, which is one shard of all exports.
 	// +kubebuilder:validation:MaxItems=128
 	// +listType=map
 	// +listMapKey=namespace

@@ -90,7 +90,8 @@ func (n *NAT) Fields() []NATField {
 	}
 }
 
-// read copies the fields that are set in raw. Fields must list them in the order of the struct.
+// read copies the fields that are set in raw. The method Fields must return them in the order of
+// natRaw.
 func (n *NAT) read(raw *natRaw, problem func(field, format string, args ...any)) {
 	written := reflect.ValueOf(raw).Elem()
 	for i, f := range n.Fields() {
