@@ -222,7 +222,7 @@ func TestOnlyTheRequesterMayUnmapAfterARestart(t *testing.T) {
 	// No endpoint is mapped until the addresses of our nodes are known.
 	own := testStore.State().Own()
 	for _, ip := range []string{own.Nodes[0].String(), "203.0.113.81"} {
-		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "does not know the nodes") {
+		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "has not read the nodes") {
 			t.Errorf("%s: %v", ip, err)
 		}
 	}
