@@ -85,7 +85,7 @@ func TestIsthmusWorksBesideEachCNI(t *testing.T) {
 // The traffic inside a cluster must work without Isthmus, because otherwise its shape is wrong.
 func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 	if !*long {
-		t.Skip("what runs without -long is tried there")
+		t.Skip("the tests of Isthmus beside each CNI check the same traffic: -long runs it")
 	}
 	if err := lab.Available(); err != nil {
 		t.Skip(err)

@@ -238,7 +238,7 @@ func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 
 	t.Run("ActiveDiesDuringAPIServerOutage", func(t *testing.T) {
 		if !*long {
-			t.Skip("only with -long: the same as without the outage, later")
+			t.Skip("takes long: -long runs it")
 		}
 		was := active(t, a)
 		must(t, a.Server.Freeze())

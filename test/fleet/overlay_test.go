@@ -16,7 +16,7 @@ import (
 // other, and after the removal of the firewall it must report no fault.
 func TestStatusNamesNodeWithBrokenOverlay(t *testing.T) {
 	if !*long {
-		t.Skip("takes two minutes; see -long")
+		t.Skip("takes two minutes: -long runs it")
 	}
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)

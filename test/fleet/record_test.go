@@ -119,7 +119,7 @@ func (r *recording) write(file string) error {
 // the recording.
 func TestRecordDashboardData(t *testing.T) {
 	if *record == "" {
-		t.Skip("takes six minutes and is asked for by -record FILE: `make record`")
+		t.Skip("takes six minutes: `make record` (-record FILE) runs it")
 	}
 	f := up(t, lab.Spec{Tunnels: 2, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.128.0/18", 2)), inPods(clusterSpec("172.20.0.0/22", 2)),

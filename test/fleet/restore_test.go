@@ -16,7 +16,7 @@ import (
 // of its API server are restarted. The other side keeps its newer state.
 func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 	if !*long {
-		t.Skip("half a minute and more: -long runs it")
+		t.Skip("takes half a minute or more: -long runs it")
 	}
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
 	a, b := f.Clusters[0], f.Clusters[1]

@@ -35,7 +35,7 @@ const soakRound = time.Minute
 // not grow.
 func TestSoak(t *testing.T) {
 	if *soak == 0 {
-		t.Skip("hours: make soak runs it")
+		t.Skip("takes hours: make soak runs it")
 	}
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.128.0/18", 2), clusterSpec("10.20.0.0/17", 1)}})

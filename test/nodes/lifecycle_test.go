@@ -54,7 +54,7 @@ func TestCommandsOfLifecyclePageWork(t *testing.T) {
 		t.Skip(fixture.skip)
 	}
 	if !*all {
-		t.Skip("an installation's life takes minutes: -all (make test-nodes) runs it")
+		t.Skip("takes minutes: -all (make test-nodes) runs it")
 	}
 	if _, err := exec.LookPath("kubectl"); err != nil {
 		t.Skip("needs kubectl (Debian's package kubernetes-client)")

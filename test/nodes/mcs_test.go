@@ -35,7 +35,7 @@ const ofPods = "headless service should return the ready endpoint addresses of a
 // checkout given by -suite. docs/mcs-conformance.md shows the results.
 func TestServicesPassTheMultiClusterConformanceSuite(t *testing.T) {
 	if *suite == "" {
-		t.Skip("it needs the suite: -suite PATH (make test-mcs SUITE=PATH)")
+		t.Skip("needs the conformance suite: -suite PATH (make test-mcs SUITE=PATH)")
 	}
 	if out, err := exec.CommandContext(t.Context(), "git", "-C", *suite, "status", "--porcelain").CombinedOutput(); err != nil || len(out) > 0 {
 		t.Errorf("%s is no unmodified checkout: %v\n%s", *suite, err, out)
