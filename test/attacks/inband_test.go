@@ -24,11 +24,11 @@ func inBandChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				s.checkGrows(t, 1, "isthmus_drops_total", `reason="local_source"`, func() { s.checkRefused(t, s.podOfB().Host, s.inBandPort(t, s.b)) })
 			}},
-		{attacker: "a node of b", attempt: "the same, from the address of b's gateway (NAPT)", now: "dropped by b's gateway: only it may connect to a peer's gateway",
+		{attacker: "a node of b", attempt: "TCP to the port at which a's gateway serves b's manager, from the address of b's gateway (NAPT)", now: "dropped by b's gateway: only it may connect to a peer's gateway",
 			run: func(t *testing.T, s *site) { s.checkRefused(t, s.b.Nodes[len(s.b.Nodes)-1].Host, s.inBandPort(t, s.b)) }},
-		{attacker: "a pod of b", attempt: "the same, in raw packets from the addresses of the gateways of a, b and c",
+		{attacker: "a pod of b", attempt: "raw packets to the port at which a's gateway serves b's manager, from the addresses of the gateways of a, b and c",
 			now: "dropped: a pod must use its own address, and only b's gateway may connect to a peer's gateway", run: inBandSpoofed},
-		{attacker: "c's gateway", attempt: "TCP to the same port with its own address, and with those of b's gateway",
+		{attacker: "c's gateway", attempt: "TCP to the port at which a's gateway serves b's manager, with its own address, and with those of b's gateway",
 			now: "dropped: c has not agreed, and the source must be in the networks of the peer whose key opened the message", run: inBandOfAnother},
 		{attacker: "a pod and a node of a", attempt: "TCP to the port at which b's gateway serves a's manager", now: "dropped by one of the two gateways",
 			run: func(t *testing.T, s *site) {

@@ -28,7 +28,7 @@ func podChapter() chapter {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.gateway).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
-		{attacker: "a pod of a on another node", attempt: "the same",
+		{attacker: "a pod of a on another node", attempt: "packets from the address of a pod of b to a pod of another node",
 			now: "dropped on its node: only the gateway may send a peer's source",
 			run: func(t *testing.T, s *site) {
 				p, v := s.onPod(t)

@@ -290,7 +290,7 @@ func servicesChapter() chapter {
 			f.waitAffinity(t, corev1.ServiceAffinityNone)
 			f.withdraw(t, s)
 		}),
-		row("the same with a `since` of 1970", "accepted, in a namespace that a imports from c: the older export decides ports and affinity; the status of both exports reports the conflict",
+		row("exports shop, as b does, with a `since` of 1970", "accepted, in a namespace that a imports from c: the older export decides ports and affinity; the status of both exports reports the conflict",
 			func(t *testing.T) {
 				s := f.rival()
 				s.Since = "1970-01-01T00:00:00Z"
