@@ -138,8 +138,8 @@ func rightsChapter() chapter {
 		{attacker: "c's identity at a", attempt: "as many requests as possible",
 			now: "all peers share a few seats in turn; other clients are not affected", run: floodOfRequests},
 		{attacker: "c's identity at a", attempt: "1,000 watches of its NetworkConfigs at a time", open: true,
-			now: "the API server bounds no watches: Priority and Fairness frees the seat when a watch has begun, and admission sees no reads; use " +
-				"a proxy that bounds connections, or un-peer", run: manyWatches},
+			now: "the API server does not limit watches: Priority and Fairness counts only the start of a watch, and admission policies " +
+				"do not see reads; use a proxy that limits connections, or un-peer", run: manyWatches},
 	}}
 }
 

@@ -86,7 +86,8 @@ Route agents add rules that accept only the packets of Isthmus' devices and of t
 The rules work in chains of iptables-nft, iptables-legacy and nftables ([decision
 14](decisions/0014-sources-are-settled-before-the-cni.md)). Isthmus cannot add rules to chains in tables that belong to a process
 (firewalld's), to chains that drop packets and to which other chains jump, and to iptables-legacy without ` + "`/run/xtables.lock`" + `.
-` + "`isthmus status`" + ` and ` + "`diagnose`" + ` name such chains, with a command for each.
+` + "`isthmus status`" + ` and ` + "`diagnose`" + ` name such chains, with a command for each, but do not find chains of nftables to which other
+chains jump.
 `)
 	b.WriteString(`
 ## The pairs
