@@ -524,7 +524,7 @@ func troubleRows(t *testing.T) (rows [][]string, silent string) {
 		}
 		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, otherMetrics(w.Metrics, w.Status), w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
 	}
-	return rows, "\nThese faults break no hop, because Isthmus tolerates or repairs them. `diagnose` mentions some of them:\n\n" + list(harmless)
+	return rows, "\nThese faults break no hop, because Isthmus tolerates or repairs them. `diagnose` mentions some:\n\n" + list(harmless)
 }
 
 // otherMetrics removes isthmus_manager_peering_ready from a cell if it repeats the reason of a
