@@ -57,8 +57,8 @@ type moment struct {
 	Metrics  string
 }
 
-// Reports must agree with the traffic. While pods reach each other, the Peering must be ready.
-// While a fault lasts, the reports may name only this fault, and after its repair none.
+// Reports must agree with the traffic. If a fault should not stop traffic, the Peering must be ready
+// while pods reach each other. While a fault lasts, the reports may name only this fault, and after its repair none.
 func TestReportsAgreeWithTraffic(t *testing.T) {
 	if !*long {
 		t.Skip("it takes ten minutes: -long")
@@ -213,5 +213,5 @@ func meanwhileRows(t *testing.T) (rows [][]string, uneventful string) {
 			without = append(without, fault)
 		}
 	}
-	return rows, "\nAll is well during these faults:\n\n" + list(without)
+	return rows, "\nNo column shows these faults, and packets pass:\n\n" + list(without)
 }

@@ -77,8 +77,8 @@ type witness struct {
 	Status  string  // the line of the peering in `isthmus status`
 	Trace   string  // the hop at which `isthmus trace` reports that a pod's packet ends
 	Metrics string  // metrics that report a fault
-	Event   string  // the latest Event of type Warning
-	Seconds int     // seconds until diagnose named the fault
+	Event   string  // the Events of type Warning since the fault began
+	Seconds int     // seconds until diagnose gave the expected results
 	Healed  int     // seconds after the repair until no hop was broken
 	Load    float64 // one-minute load average of the machine when the fault was named
 }
@@ -124,7 +124,7 @@ func tellingMetrics(ctx context.Context, c *fleet.Cluster) string {
 	return strings.Join(slices.Sorted(maps.Keys(found)), ", ")
 }
 
-// warnings returns the Events of type Warning since a time, each as KIND REASON.
+// warnings returns the Events of type Warning that occurred since a time, each as KIND REASON.
 func warnings(ctx context.Context, c *fleet.Cluster, since time.Time) string {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -134,14 +134,11 @@ func warnings(ctx context.Context, c *fleet.Cluster, since time.Time) string {
 	}
 	said := map[string]bool{}
 	for _, e := range list.Items {
-		at := e.EventTime.Time
-		if e.LastTimestamp.After(at) {
-			at = e.LastTimestamp.Time
-		}
+		at := e.EventTime.Time // in microseconds; Isthmus writes no Events that have only a lastTimestamp
 		if e.Series != nil && e.Series.LastObservedTime.After(at) {
 			at = e.Series.LastObservedTime.Time
 		}
-		if e.Type == corev1.EventTypeWarning && !at.Before(since.Truncate(time.Second)) && strings.HasPrefix(e.ReportingController, "isthmus") {
+		if e.Type == corev1.EventTypeWarning && !at.Before(since.Truncate(time.Microsecond)) && strings.HasPrefix(e.ReportingController, "isthmus") {
 			said[e.InvolvedObject.Kind+" "+e.Reason] = true
 		}
 	}
@@ -504,7 +501,7 @@ func troubleRows(t *testing.T) (rows [][]string, silent string) {
 	must(t, err)
 	must(t, json.Unmarshal(text, &saw))
 	var harmless []string
-	rows = [][]string{{"what is wrong", "`isthmus diagnose` in a", "of a and b", "`isthmus status` in a", "`isthmus trace` of a pod's packet", "metrics", "Event", "seconds until named", "until healed"}}
+	rows = [][]string{{"what is wrong", "`isthmus diagnose` in a", "of a and b", "`isthmus status` in a", "`isthmus trace` of a pod's packet", "metrics", "Events", "seconds until diagnosed", "seconds until healed"}}
 	for _, tr := range troubles {
 		w, ok := saw[tr.fault]
 		if !ok {
@@ -527,7 +524,7 @@ func troubleRows(t *testing.T) (rows [][]string, silent string) {
 		}
 		rows = append(rows, []string{tr.fault, alone, both, w.Status, w.Trace, otherMetrics(w.Metrics, w.Status), w.Event, strconv.Itoa(w.Seconds), strconv.Itoa(w.Healed)})
 	}
-	return rows, "\nThese faults break no hop; `diagnose` mentions some of them:\n\n" + list(harmless)
+	return rows, "\nThese faults break no hop, because Isthmus tolerates or repairs them. `diagnose` mentions some:\n\n" + list(harmless)
 }
 
 // otherMetrics removes isthmus_manager_peering_ready from a cell if it repeats the reason of a

@@ -778,7 +778,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { filter(t, s.farNode().Host, "") },
 	},
 	{
-		fault: "another program masquerades pods before Isthmus exempts them", says: "PodsMasqueraded",
+		fault: "another program masquerades pods at an earlier hook priority than Isthmus's exemption", says: "PodsMasqueraded",
 		breaks: func(t *testing.T, s *troubleSite) {
 			filter(t, s.selectFarNode(t).Host, "add chain ip fault on { type nat hook postrouting priority -20; }; add rule ip fault on oifname != isthmus.vxlan masquerade")
 		},

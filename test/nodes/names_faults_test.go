@@ -101,7 +101,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 
 	var page strings.Builder
 	page.WriteString(serviceFaultsHead)
-	fmt.Fprintf(&page, "The load of the machine before the test was %s.\n\n| what happens | requests | failed | seconds | last failure | b leaves | b is back | left behind | packets in the clear |\n|---|---|---|---|---|---|---|---|---|\n",
+	fmt.Fprintf(&page, "The machine's load average before the test was %s.\n\n| what happens | requests | failed | seconds | last failure | b leaves | b is back | left behind | packets in the clear |\n|---|---|---|---|---|---|---|---|---|\n",
 		loadNow(t))
 	for _, fault := range []struct {
 		name  string

@@ -45,9 +45,9 @@ const (
 )
 
 // ConditionConnected is True on a TunnelEndpoint if the peer answers. Otherwise its reason states
-// why not. Liqo has no conditions, and has the state only in status.connection. If
-// connection.status is Error, connection.statusMessage has the same text as the message of the
-// condition.
+// why not. Liqo sets no conditions; it reports the state only in status.connection. If
+// status.connection.status is Error, status.connection.statusMessage has the same text as the
+// message of the condition.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only Connected and NarrowPath have the status True.
