@@ -24,9 +24,9 @@ cluster; without it all peerings are checked.
 With --remote-context or --remote-kubeconfig, the command also checks the other cluster. A
 cluster that receives no packets cannot detect the reason by itself.
 
-The exit code is 0 if every hop works, 1 if one is broken or unknown, and 2 if a cluster
-could not be reached. If only the other cluster could not be reached, the diagnosis of
-this one is still printed.`,
+The exit code is 0 if every hop works, even with limits ("limited"), 1 if one is broken,
+waits for another hop or is unknown, and 2 if a cluster could not be reached. If only the
+other cluster could not be reached, the diagnosis of this one is still printed.`,
 		Example:           "  isthmus diagnose --context paris oslo\n  isthmus diagnose --context paris --remote-context oslo",
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),

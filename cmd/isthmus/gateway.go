@@ -45,8 +45,8 @@ packets for its peers. Without these routes, such packets would leave in the cle
 In a cluster the gateway is an ordinary Pod. The Pod needs CAP_NET_ADMIN and /dev/net/tun,
 UDP port 4800 from all nodes, UDP and TCP 5870 from the other gateways, and POD_NAME,
 POD_IP, NODE_NAME and POD_NAMESPACE from the downward API. Probes of the Pod need the flag
---metrics-address :5872. With --host-network or --config it also needs CAP_SYS_ADMIN and
-its node's network; its probes then need "host: 127.0.0.1" instead.`,
+--metrics-address :5872. A Pod with --host-network or --config also needs CAP_SYS_ADMIN
+and hostNetwork: true; its probes need "host: 127.0.0.1" and not that flag.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {

@@ -86,7 +86,7 @@ takes its own Lease over at once.`,
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the certificate authority of the clients of --ipam-address")
 	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of --ipam-address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
 	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector; the active manager writes its $POD_IP into the Service's EndpointSlice (default: none)")
-	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services or other peers in which the service at --ipam-address may map addresses for peers (default: none)")
+	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services or other peers for whose addresses the service at --ipam-address may create mappings (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty disables it")
 	f.secure.add(flags)
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty disables it")

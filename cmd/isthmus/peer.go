@@ -101,7 +101,7 @@ consent. The command prints what is missing, and on which side.`,
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL by which this cluster reaches the other cluster's API server (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "accept a cluster that was recreated with the same ID and name, and revoke the rights of the old one. A cluster with a new certificate authority counts as recreated if its peer no longer accepts its credentials")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "accept a cluster that was recreated with the same ID and name, and revoke the rights of the old one. A cluster with a new certificate authority counts as recreated unless it has a valid identity of the other cluster")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")

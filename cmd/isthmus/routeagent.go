@@ -41,8 +41,8 @@ there to pods.
 
 The agent reads its Node, the pods on it, the gateway's Pods and Service, and the
 NetworkAllocations. It reads TunnelEndpoints only if the NetworkAllocations lack this
-cluster's networks, or if the Service does not name the gateway's Pod. It reads all
-Nodes and Pods only if a gateway has --host-network. While the API server is
+cluster's networks, or if the gateway's Service has no annotation with a gateway's Pod. It
+reads all Nodes and Pods only if a gateway has --host-network. While the API server is
 unreachable, everything stays in place.
 
 The agent writes one object, the NodeNetworks of its node. This object reports
