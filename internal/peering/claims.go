@@ -268,7 +268,7 @@ func (s *side) consentError(ctx context.Context) error {
 			return nil // the person agreed to this claim, but the manager has not processed that yet
 		}
 	}
-	return fmt.Errorf("%s: %w: %s; add --context %s", s.Cluster, errConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
+	return fmt.Errorf("%s: %w (add --context %s to the command): %s", s.Cluster, errConsent, s.Context, safetext.Cut(c.Message, safetext.Message))
 }
 
 // remapped reports whether the networks in the status of a Peering comply with

@@ -74,7 +74,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 			t.Fatalf("peer: %v", err)
 		}
 	}
-	clustertest.Contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "; add --context a")
+	clustertest.Contains(t, err.Error(), "consent-a: consent is needed (add --context a to the command): ", "it asks for more")
 	if _, err = Review(t.Context(), p.A, "consent-b", PeerOptions{Report: p.Report}); !errors.Is(err, errConsent) {
 		t.Errorf("review: %v", err)
 	}
