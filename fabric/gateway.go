@@ -298,8 +298,8 @@ func (k *keeper) drop(p *Peer) {
 }
 
 // site returns a copy of s with our own networks and those of accepted peers, in which no endpoint
-// may be. The host routes the networks of peers into the tunnel, so it would also route the tunnel's
-// own packets to such an endpoint into the tunnel.
+// may be. The host routes the networks of peers into the tunnel, so the tunnel's own packets to such
+// an endpoint would enter the tunnel.
 func (k *keeper) site(s Site) Site {
 	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
 	for _, l := range k.local {
@@ -368,7 +368,7 @@ func (k *keeper) check(p *Peer) []Problem {
 	}
 	for _, n := range []pair{remotePod, remoteExternal} {
 		for _, l := range k.local {
-			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // Peer.check has compared n with p.Local
+			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // Peer.check has already compared n with p.Local
 				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want networks that do not overlap",
 					n.seen, l.prefix, l.name(), quote(l.peer.ID), l.peer.Origin)
 			}

@@ -13,7 +13,7 @@ import (
 // outer header to match the quote. An error opens, refreshes and ends no flow (RFC 4787, REQ-12;
 // RFC 5508, REQ-4 to 6). Its type and code do not change.
 //
-//	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
+//	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, in both headers
 //	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router: see outboundError
 
 // quote parses and checks the quoted packet. It drops a redirect, as Linux does

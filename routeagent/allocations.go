@@ -68,8 +68,8 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 		"%s: the named object no longer has these networks, and has not freed them, so the node still refuses them outside of the tunnel; restore them, or add them to spec.freed of that object, with the current time in milliseconds as revision", some)}}
 }
 
-// freed reports whether list contains the network of allocation with a higher revision than that of
-// allocation. If allocation has an Object, only entries of the same Object count.
+// freed reports whether list has an entry for allocation.Network whose revision is higher than
+// allocation.Revision. If allocation has an Object, only entries of the same Object count.
 func freed(allocation fabric.Allocation, list []fabric.Allocation) bool {
 	for _, f := range startingAt(list, allocation.Network) {
 		if f.Network != allocation.Network {

@@ -43,7 +43,8 @@ this machine, and the result depends on the gateway's NAT flows. With --config, 
 command reads the configuration in a directory. In both cases SRC and DST are the
 addresses of the packet before the gateway rewrites it:
 - outbound: SRC is our pod, and DST is the peer's pod as we see it;
-- inbound: SRC is the peer's pod as we see it, and DST is our pod as the peer sees it.
+- inbound: SRC is the peer's pod at its address here, and DST is our pod at its address
+  there.
 
 Without --direction the command chooses the direction that fits the addresses. For ICMP
 the port is the identifier of an echo request.

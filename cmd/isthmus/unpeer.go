@@ -19,15 +19,15 @@ func newUnpeerCommand() *cobra.Command {
 		Long: `End a peering: with --remote-context in both clusters, or with NAME only in this cluster.
 NAME is the name of its Peering or of the other cluster.
 
-First the command revokes the rights of the other cluster in this one. With
---remote-context it also revokes the rights of this cluster in the other one, and each
-manager keeps only the right to delete its objects in the other cluster. It keeps no right
-without --remote-context, with --force, or if the peering is in-band. Then the command
-deletes the Peerings, and each manager deletes the objects that it created in either
-cluster. If the peering is in-band, the tunnel closes. With --remote-context and without
---force, the command itself then deletes each manager's objects in the other cluster.
-Last, the command deletes the remaining rights, identities and namespaces. If the two
-clusters are not peered, the command succeeds. An unknown NAME is an error.
+First the command revokes the rights of the other cluster's manager in this cluster. With
+--remote-context it also revokes the rights of this cluster's manager in the other one. In
+that case each manager keeps the right to delete its objects in the other cluster, except
+with --force, or if the peering is in-band. Then the command deletes the Peerings, and each
+manager deletes the objects that it created and may still delete. If the peering is
+in-band, the tunnel closes, and with both contexts and without --force the command itself
+deletes each manager's objects in the other cluster. Last, the command deletes the
+remaining rights, identities and namespaces. If the two clusters are not peered, the
+command succeeds. An unknown NAME is an error.
 
 If the API server of the other cluster is unreachable, the manager waits for it, because
 objects of the manager may remain there. With --force the manager does not wait, and the

@@ -32,9 +32,8 @@ TCP to every Pod of the other cluster, with sizes from small to beyond the MTU.
 The Pods also test other targets in the other cluster, at most 16 of each kind:
 - mapped endpoints, by ping: nodes and other hosts outside the pod network that the other
   cluster makes reachable for the Pods' cluster;
-- Services of the Pods' cluster that are not imported, but have EndpointSlices with pods of
-  the other cluster, such as Liqo's: each TCP port, by the endpoint's address and by the
-  Service's name;
+- Services whose EndpointSlices have pods of the other cluster without an import, as those
+  that Liqo reflects: each TCP port, by the endpoint's address and by the Service's name;
 - Services that the Pods' cluster imports from the other cluster: the first TCP port, by
   the name in clusterset.local. Any exporting cluster may answer;
 - one endpoint of each of these imported Services: the same port, by address.

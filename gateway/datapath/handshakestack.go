@@ -24,9 +24,9 @@ func newHandshakeStack(size int) *handshakeStack {
 	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, size)}
 }
 
-// push adds a message. If the stack is full, push drops the oldest one. If at least one in
-// cookieShare entries is in use, push drops an unproven message instead of adding it. So such a
-// message never displaces another one. If push dropped a message, it returns that message and true.
+// push adds a message. If the stack is full, push drops the oldest one. If at least 1/cookieShare of
+// the stack is in use, push drops a message whose sender has not proven its address, instead of
+// adding it. So such a message never displaces another one. If push dropped a message, it returns that message and true.
 func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -91,7 +91,7 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 	}
 }
 
-// sendCopy sends the list of all flows in a standby's copy.
+// sendCopy sends the list of all flows in this standby's copy to the gateway that requested it.
 func (k *Keeper) sendCopy(conn net.Conn, w writer) error {
 	k.mu.Lock()
 	k.expire(time.Now())

@@ -199,7 +199,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
 	n.requireState("with an export", n.corefile, true, false, false)
-	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: it has ServiceExports of other programs: default/shop") {
+	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: it has ServiceExports that Isthmus did not create: default/shop") {
 		t.Errorf("it says %v", n.reported)
 	}
 	must(t, n.Client.Delete(t.Context(), export))
@@ -222,7 +222,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 	n.uninstall()
 	n.requireState("with two imports", n.corefile, false, true, false)
-	if !n.reported.Has("stays: it has ServiceImports of other programs: default/theirs;") {
+	if !n.reported.Has("stays: it has ServiceImports that Isthmus did not create: default/theirs;") {
 		t.Errorf("it says %v", n.reported)
 	}
 	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {

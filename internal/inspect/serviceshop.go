@@ -98,7 +98,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 		hop.Text = "CoreDNS answers for " + corefile.Zone
 	default:
 		hop.State, hop.Reason = health.Broken, reasonNoAnswer
-		hop.Text = fmt.Sprintf("CoreDNS answers queries for %s with %s: it has not read its Corefile yet (kubectl -n kube-system rollout restart deployment %s)",
+		hop.Text = fmt.Sprintf("CoreDNS answers queries for %s with %s: it has not read its Corefile yet; it does so within two minutes, or at once by: kubectl -n kube-system rollout restart deployment %s",
 			corefile.Zone, strings.TrimPrefix(code.String(), "RCode"), safetext.Of(d.Deployment))
 		if code == dnsmessage.RCodeServerFailure {
 			hop.Text += fmt.Sprintf("; or it is not allowed to watch ServiceImports, and then fails for all Services (`isthmus install --context %s`); the log of CoreDNS shows the reason", c.Context)

@@ -330,7 +330,7 @@ func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	if len(foreign) == 0 {
 		return "", nil
 	}
-	return fmt.Sprintf("it has %ss of other programs: %s; delete the CRD when they are no longer needed: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
+	return fmt.Sprintf("it has %ss that Isthmus did not create: %s; delete the CRD when they are no longer needed: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
 }
 
 // servicesManifests returns the additional objects for `isthmus install --print`.

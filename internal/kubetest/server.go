@@ -458,7 +458,7 @@ func (s *Server) Stop() error {
 		s.port.release()
 	}
 	if s.dir != "" {
-		errs = append(errs, os.RemoveAll(s.dir)) // if there was a guard, it has already removed the folder
+		errs = append(errs, os.RemoveAll(s.dir)) // the guard process, if there was one, has already removed the folder
 	}
 	s.scheduler, s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, nil, ""
 	return errors.Join(errs...)

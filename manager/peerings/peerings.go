@@ -368,7 +368,7 @@ func waitingFor(s peeringState, now time.Time) string {
 		if peer.InBand {
 			suffix = fmt.Sprintf("; the wait also ends when the tunnel is closed, at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
 		}
-		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
+		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true of the Peering, as set by `isthmus unpeer --force`, ends the wait and leaves it there%s",
 			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerProblem(), isthmus.AnnotationForce, suffix))
 	default:
 		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be deleted", nc.Namespace, nc.Name))

@@ -23,7 +23,7 @@ const (
 	// tokensBurst is enough for all services that a peer can have.
 	tokensBurst = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                     // priority of the services of a peer that has spent tokensInTurn; LowPriority is the priority of all other services when a manager starts
+	behindOthers = handler.LowPriority - 1                     // priority of the services of a peer that has spent tokensInTurn: below LowPriority, which all services have when a manager starts
 	tokensPause  = tokensBurst / tokensPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 

@@ -150,7 +150,7 @@ type neighborValue struct {
 func (m *memory) write(in kernel.Namespace, n neighbor, value neighborValue) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // without an entry, our own event only causes another read
+	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // forget all: for a forgotten object, our own event only causes another read
 		m.written[in] = make(map[neighbor]neighborValue)
 	}
 	m.written[in][n] = value

@@ -41,7 +41,7 @@ func (r *refresher) evaluate(ctx context.Context, ring keyring.Ring) error {
 // addresses of our own cluster.
 type requested struct {
 	private  [32]byte
-	gateway  fabric.Gateway // decided for an empty Site
+	gateway  fabric.Gateway // result of GatewayFor for an empty Site
 	problems []fabric.Problem
 	saved    savedObjects // its locations are not set
 
