@@ -167,9 +167,9 @@ func (l *Lab) view(local, peer *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// addr is the address of a pod or of a mapped endpoint of the cluster peer. Seen returns the
-// address at which pods of the cluster local reach it. If local and peer are the same cluster, or
-// if addr belongs to a node of any cluster, Seen returns addr.
+// Seen returns the address at which pods of the cluster local reach addr, which belongs to a pod or
+// a mapped endpoint of the cluster peer. If local and peer are the same cluster, or if addr belongs
+// to a node of any cluster, Seen returns addr.
 func (l *Lab) Seen(local, peer *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
