@@ -1,4 +1,4 @@
-# `make` lists the targets. CI runs `make test` and nothing else.
+# `make` lists the targets. CI only runs targets of this file.
 
 VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 FUZZTIME ?= 30s

@@ -26,7 +26,8 @@ func newHandshakeStack(size int) *handshakeStack {
 
 // push adds a message. If the stack is full, push drops the oldest one. If at least 1/cookieShare of
 // the stack is in use, push drops a message whose sender has not proven its address, instead of
-// adding it. So such a message never displaces another one. If push dropped a message, it returns that message and true.
+// adding it. So such a message never displaces another one. If push dropped a message, it returns
+// that message and true.
 func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

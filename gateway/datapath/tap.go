@@ -300,10 +300,10 @@ func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byt
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// showInner shows an outbound packet as it is sent inside the tunnel, and reports whether the
+// showInner shows an outbound packet in the form that the tunnel carries, and reports whether the
 // capture selects it. translated is true if the packet is a segment or fragment of the last packet
 // that passed the engine, or that packet itself. If the capture selected that packet, showInner
-// does not check the ends again.
+// does not check addresses and ports again.
 func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bool {
 	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {

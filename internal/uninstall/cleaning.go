@@ -45,7 +45,7 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	}
 	if stored {
 		if err := json.Unmarshal([]byte(memory.Data[keyCleaning]), &how); err != nil {
-			return nil, fmt.Errorf("%s: ConfigMap %s: %w", c, key, err)
+			return nil, fmt.Errorf("%s: ConfigMap %s: field %s: %w; delete the ConfigMap and repeat the command", c, key, keyCleaning, err)
 		}
 	}
 	key.Name = deploy.RouteAgentServiceAccount // the DaemonSet has this name, too

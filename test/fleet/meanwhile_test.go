@@ -58,7 +58,8 @@ type moment struct {
 }
 
 // Reports must agree with the traffic. If a fault should not stop traffic, the Peering must be ready
-// while pods reach each other. While a fault lasts, the reports may name only this fault, and after its repair none.
+// while pods reach each other. While a fault lasts, the reports may name only this fault, and after
+// its repair none.
 func TestReportsAgreeWithTraffic(t *testing.T) {
 	if !*long {
 		t.Skip("it takes ten minutes: -long")

@@ -92,7 +92,7 @@ func faultsOf(t *testing.T, w *world) []namedFault {
 		{"nothing, for comparison", func(context.Context, *kubenodes.Cluster) error { return nil }},
 		{"active gateway Pod deleted", deleteActive},
 		{"active gateway killed by SIGKILL", killActive},
-		{"leading one of two managers killed by SIGKILL", func(ctx context.Context, c *kubenodes.Cluster) error {
+		{"leader of two managers killed by SIGKILL", func(ctx context.Context, c *kubenodes.Cluster) error {
 			var lease coordinationv1.Lease
 			if err := c.Client.Get(ctx, client.ObjectKey{Namespace: kubenodes.Namespace, Name: "isthmus-manager"}, &lease); err != nil {
 				return err
